@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code and ``verl-sync doctor`` in a fresh interpreter, and what it is to find there: another plugin of verl's, another
-version of a package."""
+"""Code, tests and ``verl-sync doctor`` in a fresh interpreter, and what these are to find there: another plugin of
+verl's, another version of a package."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ def _run(folder: Path, words: list[str], environment: dict[str, str], seconds: i
 
 def python(folder: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return _run(folder, ["-c", textwrap.dedent(code)], environment, 120)
+
+
+def passed(*arguments: str, **environment: str) -> str:
+    """What a pytest of its own says, none of whose tests has failed; paths are beneath this folder."""
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    run = _run(Path(__file__).parent, words, environment, 400)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    return run.stdout
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ import torch
 
 from ports import free_port
 from verl_sync_plugin.rollouts import rollout_of
-from verl_sync_plugin.rollouts.gate import WeightsGate
-from verl_sync_plugin.rollouts.sglang.request import LOADER, dumps, hand_down, new_token
-from verl_sync_plugin.rollouts.sglang.updates import WeightUpdates
+from verl_sync_plugin.rollouts.sglang.request import LOADER, dumps
+from verl_sync_plugin.rollouts.sglang.script_server import ScriptServer
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 
 IDLE_SECONDS, CALL_SECONDS = 20.0, 240.0
@@ -25,7 +24,7 @@ DUMP, SPOIL = "bare_engine.loaders.dump", "bare_engine.loaders.spoil"
 PLAIN = ("bare_engine.loaders.load", "bare_engine.loaders.load_and_forget_prefixes")
 
 
-class BareEngine(WeightUpdates):
+class BareEngine(ScriptServer):
     """``sgl.Engine`` on CPU, whose loop runs in a thread; methods of the plugin's server run in it.
 
     Attributes:
@@ -37,38 +36,21 @@ class BareEngine(WeightUpdates):
     def __init__(
         self, model_path: str, tp: int, load_format: str = "dummy", loaders: tuple[str, ...] = (), **more: Any
     ) -> None:
-        import sglang
-
-        hand_down(new_token())
         self.tp = tp
         self.abandoned: list[str] = []
         self.reports: list[dict[str, Any]] = []
         self.flushed: list[bool] = []
-        self.engine = sglang.Engine(
-            model_path=model_path,
-            tp_size=tp,
-            load_format=load_format,
-            custom_weight_loader=[LOADER, DUMP, SPOIL, *PLAIN, *loaders],
-            device="cpu",
-            dtype="bfloat16",
-            attention_backend="torch_native",
-            sampling_backend="pytorch",
-            grammar_backend="none",
-            skip_tokenizer_init=True,
-            disable_cuda_graph=True,
-            disable_overlap_schedule=True,
-            max_total_tokens=2048,
-            max_running_requests=4,
-            mem_fraction_static=0.1,
-            context_length=256,
-            skip_server_warmup=True,
-            nccl_port=free_port(),
-            sleep_on_idle=True,  # a scheduler without work would keep a core busy
-            log_level="error",
-            **more,
-        )
-        self.tokenizer_manager, self._gate = self.engine.tokenizer_manager, WeightsGate()
-        self.expect_updates(60.0)
+        arguments = {
+            "model_path": model_path, "tp_size": tp, "load_format": load_format,
+            "custom_weight_loader": [LOADER, DUMP, SPOIL, *PLAIN, *loaders],
+            "device": "cpu", "dtype": "bfloat16", "attention_backend": "torch_native",
+            "sampling_backend": "pytorch", "grammar_backend": "none", "skip_tokenizer_init": True,
+            "disable_cuda_graph": True, "disable_overlap_schedule": True, "max_total_tokens": 2048,
+            "max_running_requests": 4, "mem_fraction_static": 0.1, "context_length": 256,
+            "skip_server_warmup": True, "nccl_port": free_port(), "log_level": "error",
+            "sleep_on_idle": True,  # a scheduler without work would keep a core busy
+        }  # fmt: skip
+        super().__init__({**arguments, **more}, 60.0, random_weights=False, keeps_copy=True)
         threading.Thread(target=self.engine.loop.run_forever, daemon=True).start()
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:

@@ -2,7 +2,7 @@
 """Flips one bit between a trainer's weights and a real engine on a GPU: in a staged bucket, in the trainer's memory
 after its hash, where the engine reads that in place, and in the engine's own parameter after the copies.
 
-On CPUs: ``contract/test_engine_models.py``, ``stories.py`` and ``separate/test_separate_syncs.py``.
+On CPUs: ``contract/test_engine_models.py``, ``test_bare_engine.py`` and ``separate/test_separate_syncs.py``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from unittest import mock
 
 import pytest
 
+from contract.sources import reads_unseen
 from several_hosts_on_gpu import digest, play
-from unseen import reads_unseen
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

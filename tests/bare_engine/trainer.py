@@ -78,22 +78,6 @@ def share(engine: object, folder: Path) -> None:
                 parameter.data = moved
 
 
-def part_of_last_rank(engine: object) -> tuple[str, torch.Tensor]:
-    """HF name and this rank's elements, 1-D, of a weight of which the last rank holds a part, or all."""
-    module = _modules(engine)[0]
-    name = "model.layers.1.mlp.up_proj.weight"
-    if isinstance(engine.module, list):  # type: ignore[attr-defined]
-        from megatron_cpu.engines import unwrapped
-
-        # With experts over two ranks, the last one's first is number 2 of 4
-        name, module = "model.layers.1.mlp.experts.2.gate_proj.weight", unwrapped(module)
-        parameter = module.get_parameter("decoder.layers.1.mlp.experts.linear_fc1.weight0")
-    else:
-        parameter = module.get_parameter(name)
-    data = parameter.detach()
-    return name, (data.to_local() if isinstance(data, DTensor) else data).view(-1)
-
-
 def local_state(engine: object) -> list[torch.Tensor]:
     return [local.detach().clone() for local in _local_weights(engine)]
 

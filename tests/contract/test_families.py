@@ -9,13 +9,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 import re
 import shutil
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,22 +25,20 @@ from torch.distributed.tensor import distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from worlds import run_fresh
 
-from contract import sglang_models
+from contract import fsdp_models, sglang_models
 from contract.families import FAMILIES, Family
-from contract.sources import reader_of
 from contract.test_several_hosts import engine_of
+from pages import DOCS, check, part
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.rollouts.sglang import loader
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.rollouts.sglang.refusals import refuse_checkpoint
-from verl_sync_plugin.sync.manager import ShardingManager
-from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend, WirePolicy
-from verl_sync_plugin.trainers.naming import Naming, checkpoint_rewrite
+from verl_sync_plugin.sharding_manager import get_sharding_manager
+from verl_sync_plugin.trainers.base import WirePolicy
 from verl_sync_plugin.verify import DERIVED, Comparison
 
 pytestmark = pytest.mark.slow
-TABLE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
-BEGIN, END = "<!-- families:begin -->\n", "<!-- families:end -->\n"
+TABLE = DOCS / "families.md"
 WORLDS = (1, 2)
 # What ``make test`` runs, of every kind: replayed, tied, by the model's own path, mixtures of experts, refused
 SOME = (
@@ -134,26 +130,7 @@ class Pair:
         hf_config = AutoConfig.from_pretrained(folder)
         auto = get_hf_auto_model_class(hf_config)
         self.whole, self.sharded = (auto.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
-        self.model_config = SimpleNamespace(hf_config=self.whole.config)
         apply_fsdp2(self.sharded, {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}, {})
-
-
-class Trainer(TrainerBackend):
-    """Reads the sharded model of a ``Pair``."""
-
-    def open_source(self) -> ParameterSource:
-        from verl.utils.model import convert_weight_keys
-
-        module = self.engine.sharded
-        rewrite, unsaved = checkpoint_rewrite(module), frozenset(module.all_tied_weights_keys)
-        reader: Any = reader_of("fsdp2")
-        naming = Naming(self.policy, rewrite, lambda state: convert_weight_keys(state, module), unsaved)
-        source: ParameterSource = reader(module, naming)
-        return source
-
-
-class Manager(ShardingManager):
-    backend = Trainer
 
 
 def load_saved(reference: Any, trained: PreTrainedModel, file: Path, change: Change) -> None:
@@ -211,7 +188,8 @@ def outcome(
     engine, reference = (poisoned(config, family, byte) for byte in POISON)
     settings = SyncConfig(timeout_seconds=20.0, verify="always", delivery="staged")
     endpoint = engine_of(engine, dist.get_world_size(), restores=True)
-    manager = Manager(pair, endpoint, settings, BUCKET_BYTES, CPU)
+    manager_class = get_sharding_manager("fsdp2", "sglang")
+    manager = manager_class(fsdp_models.engine_of(pair.sharded), endpoint, settings, BUCKET_BYTES, CPU)
     try:
         for seed in (1, 2, 3):
             train(pair.whole, pair.sharded, seed)
@@ -297,7 +275,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 def test_some_families_are_what_the_table_says(tmp_path: Path) -> None:
     found = found_by((2,), SOME, tmp_path)[2]
-    lines = TABLE.read_text().partition(BEGIN)[2].partition(END)[0].splitlines()[2:]
+    lines = part(TABLE.read_text(), "families").splitlines()[2:]
     rows = [line.strip("| ").split(" | ") for line in lines]
     written = {name: one if two == "the same" else two for names, one, two in rows for name in names.split("; ")}
     assert found == {name: written[name] for name in SOME}
@@ -366,13 +344,4 @@ def table(found: Found) -> str:
 
 @pytest.mark.extended
 def test_the_table_says_what_was_found(found: Found) -> None:
-    check_table(TABLE, found)
-
-
-def check_table(page: Path, found: Found) -> None:
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    now = before + BEGIN + table(found) + END + after
-    if os.environ.get("FAMILIES") == "write":
-        page.write_text(now)
-    assert page.read_text() == now, "write it again: make families"
+    check(TABLE, "families", table(found))

@@ -23,6 +23,7 @@ from contract import fp8
 from contract.families import FAMILIES
 from contract.fp8 import check_quantized, projections
 from contract.fsdp_models import (
+    KEEP,
     LAYOUTS,
     Layout,
     Variant,
@@ -39,11 +40,12 @@ from contract.reading import CPU, LARGE, WAYS, State, planned
 from contract.reading import deliver as deliver_plan
 from contract.sglang_models import build as build_engine
 from contract.sglang_models import start, weights_of
-from contract.test_families import check_table, found_by, outcome
+from contract.test_families import found_by, outcome, table
 from contract.test_lora_syncs import out_of_memory
 from contract.wire import Wire
 from megatron_cpu import stories
 from megatron_cpu.engines import Layout as MegatronLayout
+from pages import DOCS, check
 from verl_sync_plugin.copies.packing import Packer
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.report import SyncReport
@@ -53,7 +55,7 @@ from verl_sync_plugin.trainers.base import WirePolicy, name_culprit
 from verl_sync_plugin.trainers.fp8 import QuantizingSource
 from verl_sync_plugin.transport.agreement import Agreement
 
-TABLE = Path(__file__).resolve().parents[2] / "docs" / "fp8.md"
+TABLE = DOCS / "fp8.md"
 SIZE = 16
 CONFIG = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [SIZE, SIZE]}
 ARGUMENTS = {"quantization": "fp8", "json_model_override_args": json.dumps({"quantization_config": CONFIG})}
@@ -134,7 +136,7 @@ def test_an_engine_in_fp8_holds_what_its_own_load_makes_of_the_checkpoint(ranks:
 @pytest.mark.extended
 @pytest.mark.timeout(3600)
 def test_every_family_in_fp8_is_what_the_table_says(tmp_path: Path) -> None:
-    check_table(TABLE, found_by((1, 2), tuple(FAMILIES), tmp_path, outcomes))
+    check(TABLE, "families", table(found_by((1, 2), tuple(FAMILIES), tmp_path, outcomes)))
 
 
 @torch.no_grad()
@@ -209,7 +211,7 @@ def test_a_broken_weight_is_named_and_a_rank_that_fails_leaves_nobody_alone() ->
 def shards_in_fp8(layout: Layout, model: str) -> None:
     module = shard(build(model), layout)
     for bucket_bytes, sharded in WAYS:
-        plain = open_source(module, model)
+        plain = open_source(module, *KEEP)
         expected = deliver_plan(plain, *planned(plain, bucket_bytes))
         blocks = projections(expected, (SIZE, 8))
         check_quantized(plain, expected, blocks, bucket_bytes, sharded)
@@ -229,8 +231,8 @@ def test_experts_in_one_tensor_are_quantized_each_by_itself() -> None:
 def merged_in_fp8(variant: Variant) -> None:
     module = shard(peft_model(variant), Layout((2,)))
     for bucket_bytes, sharded in WAYS:
-        expected = deliver(merging_source(module, variant.model), bucket_bytes)
-        source = merging_source(module, variant.model)
+        expected = deliver(merging_source(module), bucket_bytes)
+        source = merging_source(module)
         check_quantized(source, expected, projections(expected, (SIZE, SIZE)), bucket_bytes, sharded)
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from functools import partial
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,99 +15,85 @@ import torch.distributed as dist
 from peft import get_peft_model_state_dict
 from worlds import run_world
 
-from contract.fsdp_models import (
-    Layout,
-    Variant,
-    change,
-    fsdp1,
-    merging_source,
-    peft_model,
-    served_adapter,
-    shard,
-    torchs_own_state,
-)
-from contract.sources import StandIn, endpoint_of, same_everywhere
-from verl_sync_plugin.config.settings import SyncConfig
+from contract.fsdp_models import Layout, Variant, change, fsdp1, manager_of, peft_model, shard, torchs_own_state
+from contract.sources import StandIn, same_everywhere
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.layout.tensors import Shard
-from verl_sync_plugin.report import SyncReport
-from verl_sync_plugin.sync.adapter import AdapterSender
-from verl_sync_plugin.sync.endpoint import RolloutEndpoint
-from verl_sync_plugin.trainers.lora import MergingSource
-from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.sync.manager import ShardingManager
 
-VARIANT = Variant("all-linear", config={"target_modules": "all-linear"})
+# The second adapter is not served, and does not travel
+VARIANT = Variant("all-linear", config={"target_modules": "all-linear"}, second={"target_modules": ["q_proj"]})
+
+
+class Serving:
+    """A trainer whose engine serves the adapter, and has its base already."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.module, self.server = shard(peft_model(VARIANT), layout), StandIn()
+        self.leads = dist.get_rank() == 0
+        self.manager = self.manager_for("bfloat16")
+
+    def manager_for(self, wire: str) -> ShardingManager:
+        manager = manager_of(self.module, self.server, self.leads, merge=False, wire=wire)
+        manager._base_sent = True
+        return manager
+
+    def failing(self, manager: ShardingManager | None = None) -> str:
+        with pytest.raises(SyncError) as caught:
+            asyncio.run((manager or self.manager).update_weights([], 0))
+        return same_everywhere(str(caught.value))
 
 
 def send_three_times(layout: Layout) -> None:
-    reference = peft_model(VARIANT)
-    module = shard(peft_model(VARIANT), layout)
-    source = merging_source(module, "qwen2", merge=False)
-    sender = AdapterSender(served_adapter(module, source), torch.bfloat16, SyncConfig())
-    agreement, server = Agreement(20.0), StandIn()
-    engine = endpoint_of(server, leader=dist.get_rank() == 0)
+    reference, serving = peft_model(VARIANT), Serving(layout)
     for version in (1, 2, 3):
-        report = SyncReport(version)
-        asyncio.run(sender.send(agreement, engine, report, str(version)))
-        reference.load_state_dict(torchs_own_state(module))
+        report = asyncio.run(serving.manager.update_weights([], version))
+        reference.load_state_dict(torchs_own_state(serving.module))
         expected = get_peft_model_state_dict(reference)
-        if engine.leader:
-            settings, got = server.adapters[-1]
+        if serving.leads:
+            settings, got = serving.server.adapters[-1]
             assert got.keys() == expected.keys() and len(got) == report.tensors
             assert all(torch.equal(got[name], expected[name].bfloat16()) for name in expected)
             assert settings["r"] == 3 and settings["peft_type"] == "LORA" and report.stages["sleep"] == 0.5
-        change(module)
-    fail_and_recover(module, source, sender, agreement, server, engine)
+        change(serving.module)
+    fail_and_recover(serving)
 
 
-def fail_and_recover(
-    module: torch.nn.Module,
-    source: MergingSource,
-    sender: AdapterSender,
-    agreement: Agreement,
-    server: StandIn,
-    engine: RolloutEndpoint,
-) -> None:
-    def failing(sender: AdapterSender = sender) -> str:
-        with pytest.raises(SyncError) as caught:
-            asyncio.run(sender.send(agreement, engine, SyncReport(), None))
-        return same_everywhere(str(caught.value))
-
-    last = dist.get_world_size() - 1
-    if dist.get_rank() == last:
-        source.shards = partial(_with_a_broken_factor, source)  # type: ignore[method-assign]
-    started = time.monotonic()
-    assert f"rank {last}: torch.OutOfMemoryError: injected" in failing()
+def fail_and_recover(serving: Serving) -> None:
+    last, started = dist.get_world_size() - 1, time.monotonic()
+    with mock.patch.object(serving.manager.source, "shards", with_a_broken_factor(serving.manager.source, last)):
+        assert f"rank {last}: torch.OutOfMemoryError: injected" in serving.failing()
     assert time.monotonic() - started < 5, "the others waited in the collective"
-    vars(source).pop("shards", None)
-    server.refuses = True
-    assert "rank 0: RuntimeError: SGLang refused the adapter" in failing()
-    server.refuses = False
-    factor = next(parameter for name, parameter in module.named_parameters() if "lora_A" in name)
-    local: torch.Tensor = getattr(factor, "_local_tensor", factor).detach().view(-1)
-    if local.numel():
-        honest, local[0] = local[0].item(), float("nan")
-    assert "lora_A.weight' holds NaN or Inf" in failing()
-    if local.numel():
-        local[0] = 1e5
-    narrow = AdapterSender(sender._adapter, torch.float16, SyncConfig())
-    assert "lora_A.weight' exceeds the range of float16, in which it travels" in failing(narrow)
-    if local.numel():
-        local[0] = honest
-    sent = len(server.adapters)
-    asyncio.run(sender.send(agreement, engine, SyncReport(), None))
-    assert len(server.adapters) == sent + int(engine.leader)
+    serving.server.refuses = True
+    assert "rank 0: RuntimeError: SGLang refused the adapter" in serving.failing()
+    serving.server.refuses = False
+    factor = next(parameter for name, parameter in serving.module.named_parameters() if "lora_A" in name)
+    first: torch.Tensor = getattr(factor, "_local_tensor", factor).detach().view(-1)[:1]
+    honest = first.clone()
+    first.fill_(float("nan"))
+    assert "lora_A.weight' holds NaN or Inf" in serving.failing()
+    first.fill_(1e5)
+    narrow = serving.manager_for("float16")
+    assert "lora_A.weight' exceeds the range of float16, in which it travels" in serving.failing(narrow)
+    first.copy_(honest)
+    sent = len(serving.server.adapters)
+    asyncio.run(serving.manager.update_weights([], 4))
+    assert len(serving.server.adapters) == sent + serving.leads
 
 
-def _with_a_broken_factor(source: MergingSource) -> list[Shard]:
-    """The rank comes to the gathering, and has no memory left to pack its part of one factor."""
+def with_a_broken_factor(source: Any, rank: int) -> Any:
+    """This rank comes to the gathering, and has no memory left to pack its part of one factor."""
+    honest = source.shards
 
     def no_memory() -> torch.Tensor:
         raise torch.OutOfMemoryError("injected: out of memory")
 
-    shards = MergingSource.shards(source)
-    broken = next(iter(source.factors.shards))
-    source.factors.shards[broken] = replace(source.factors.shards[broken], local=no_memory)
+    def shards() -> Any:
+        found, factors = honest(), source.factors.shards
+        if dist.get_rank() == rank:
+            broken = next(name for name in factors if ".default." in name)
+            factors[broken] = replace(factors[broken], local=no_memory)
+        return found
+
     return shards
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA merged while streaming equals PEFT's own fp32 merge, and the trainer's base and adapters are never written;
-where it starts."""
+"""LoRA merged while streaming equals PEFT's own fp32 merge, of the adapter in use, and the trainer's base and adapters
+are never written; where it starts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,10 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 from worlds import run_world
 
-import tiny_models
 from bare_engine import trainer
 from contract.fsdp_models import (
     Layout,
@@ -30,7 +26,6 @@ from contract.fsdp_models import (
     fsdp1,
     merging_source,
     peft_model,
-    rename,
     shard,
     torchs_own_state,
 )
@@ -39,6 +34,10 @@ from verl_sync_plugin.lora.peft import Adapters, Kind, is_adapter
 from verl_sync_plugin.trainers.naming import verl_rewrite
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+# Two adapters, each of which may have a head of its own
+SAVED_HEAD = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+SECOND = {"target_modules": ["q_proj", "v_proj"]}
+SECOND_HEAD = {**SECOND, "modules_to_save": ["lm_head"]}
 
 VARIANTS = [
     Variant("all-linear", config={"target_modules": "all-linear"}),
@@ -62,15 +61,30 @@ VARIANTS = [
     Variant("tied-head", "qwen2_tied", {"target_modules": ["lm_head"]}),
     Variant("tied-both", "qwen2_tied", {"target_modules": ["embed_tokens", "lm_head"]}),
     Variant("tied-saved-head", "qwen2_tied", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    Variant("first-of-two", "qwen2", SAVED_HEAD, SECOND_HEAD),
+    Variant("second-of-two", "qwen2", SAVED_HEAD, SECOND_HEAD, "second"),
+    Variant("first-of-two-with-one-head", "qwen2", SAVED_HEAD, SECOND),
+    Variant("second-of-two-with-one-head", "qwen2", SAVED_HEAD, SECOND, "second"),
 ]
 # FSDP1 with use_orig_params=False refuses a unit of trainable and frozen parameters
 MIXED = {
     "embedding-and-head", "modules-to-save", "dora-embedding", "trained-bias",
     "tied-embedding", "tied-head", "tied-both", "tied-saved-head",
 }  # fmt: skip
+BOTH_ENDS = {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True}
 
 
-def peft_merge(reference: PeftModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def special() -> Iterator[tuple[Layout, Variant]]:
+    """Yields variants under the only layouts that they show something under."""
+    for name in ("all-linear", "dora-embedding"):  # shards are in host memory for good, moved and merged in pieces
+        yield Layout((2,), offloaded=True), next(variant for variant in VARIANTS if variant.name == name)
+    yield Layout((2,), units=True), Variant("units", config={"target_modules": ["q_proj", "down_proj", "embed_tokens"]})
+    # PEFT makes the head's factors transposed views of the embedding's; in FSDP1 each is a parameter of its own
+    for world in (1, 2):
+        yield fsdp1(world, True), Variant("transposed-factors", "qwen2_tied", BOTH_ENDS)
+
+
+def peft_merge(reference: PeftModel, state: State, merge: bool = True) -> State:
     """PEFT's own merge of the gathered weights, fp32, cast once. Tied weights are merged apart, not one twice."""
     model = copy.deepcopy(reference)
     model.load_state_dict(state)
@@ -78,7 +92,7 @@ def peft_merge(reference: PeftModel, state: dict[str, torch.Tensor]) -> dict[str
     if not isinstance(head, ModulesToSaveWrapper):
         head = getattr(head, "base_layer", head)
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
-    merged = model.merge_and_unload()
+    merged = model.merge_and_unload() if merge else model.unload()
     parameters = {name for name, _ in merged.named_parameters()}
     cast = {name: t.bfloat16() if name in parameters else t for name, t in merged.state_dict().items()}
     return dict(verl_rewrite(model.config.model_type)(cast.items()))
@@ -92,23 +106,28 @@ def check_merged(got: State, expected: State) -> None:
 
 
 def merge_and_compare(variant: Variant, layout: Layout) -> None:
-    reference = peft_model(variant)
+    reference: Any = peft_model(variant)
+    vars(reference.get_output_embeddings()).get("kwargs", {}).pop("tied_adapter", None)  # no deepcopy takes its graph
     module = shard(peft_model(variant), layout)
-    source = merging_source(module, variant.model)
+    source = merging_source(module)
     for bucket_bytes, sharded in WAYS:
         before = {name: tensor.clone() for name, tensor in torchs_own_state(module).items()}
-        expected = peft_merge(reference, before)
         got = deliver(source, bucket_bytes, sharded=sharded)
-        check_merged(got, expected)
-        unmerged = dict(verl_rewrite(variant.model)(rename(before).items()))
-        changed = [name for name in got if not torch.equal(got[name], unmerged[name].to(got[name].dtype))]
-        assert changed, "nothing was merged"
+        check_merged(got, peft_merge(reference, before))
+        plain = peft_merge(reference, before, merge=False)
+        assert any(not torch.equal(got[name], plain[name]) for name in got), "nothing was merged"
         assert_unchanged(before, module)
         change(module)
+    if variant.config == BOTH_ENDS:
+        assert not torch.equal(got["lm_head.weight"], got["model.embed_tokens.weight"]), "they have become two weights"
+    if layout.units:
+        assert {type(each).__name__ for each in module.modules()} >= {"FSDPLinear", "FSDPEmbedding"}
+        weights = Adapters(module).weights
+        assert weights and all(weight.plain is (weight.kind is Kind.LINEAR) for weight in weights)
 
 
 def replicated() -> Iterator[Any]:
-    """Every variant replicated; ``make test`` runs some."""
+    """Yields every variant replicated; ``make test`` runs some."""
     for variant in VARIANTS:
         marks = () if variant.name in ("dora", "experts", "tied-both") else pytest.mark.extended
         yield pytest.param(Layout((2, 2)), variant, id=f"fsdp2-2x2-{variant.name}", marks=marks)
@@ -123,41 +142,31 @@ def cases() -> Iterator[tuple[Layout, Variant]]:
         few, odd = (1 + number // 2 % 2,), number % 2
         yield Layout(few if odd else (3,)), variant
         yield fsdp1(3 if odd else 2, True), variant
-        if variant.name not in MIXED:
+        if variant.name not in MIXED and variant.second is None:
             yield fsdp1(2 if odd else 3), variant
 
 
 @pytest.mark.parametrize(
-    ("layout", "variant"), [*replicated(), *cases()], ids=lambda value: getattr(value, "name", str(value))
+    ("layout", "variant"), [*replicated(), *cases(), *special()], ids=lambda value: getattr(value, "name", str(value))
 )
 def test_merge_equals_pefts(layout: Layout, variant: Variant) -> None:
     run_world(layout.size, merge_and_compare, variant, layout)
 
 
-def test_cpu_offload_policy() -> None:
-    """FSDP2 keeps shards in host memory for good; they are moved and merged piece by piece."""
-    for variant in (VARIANTS[0], next(variant for variant in VARIANTS if variant.name == "dora-embedding")):
-        run_world(2, merge_and_compare, variant, Layout((2,), offloaded=True))
+def one_copy_for_both_ends() -> None:
+    """PEFT ties the copy, and it stays tied when FSDP2 shards it; so it travels once, as the engine ties it too."""
+    config = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+    module = shard(peft_model(Variant("one-copy", "qwen2_tied", config)), Layout((2,)))
+    source = merging_source(module)
+    for _ in range(2):
+        got = deliver(source)
+        trained = torchs_own_state(module)["base_model.model.model.embed_tokens.modules_to_save.default.weight"]
+        assert torch.equal(got["model.embed_tokens.weight"], trained.bfloat16()) and "lm_head.weight" not in got
+        change(module)
 
 
-def layers_that_are_units() -> None:
-    """FSDP2 gives a module that it shards by itself a class of its own."""
-    variant = Variant("units", config={"target_modules": ["q_proj", "down_proj", "embed_tokens"]})
-    model: Any = peft_model(variant)
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in [each for each in model.modules() if isinstance(each, LoraLayer)]:
-        fully_shard(layer, mesh=mesh)  # type: ignore[arg-type]
-    module = shard(model, Layout((2,)))
-    assert {type(each).__name__ for each in module.modules()} >= {"FSDPLinear", "FSDPEmbedding"}
-    source = merging_source(module, variant.model)
-    expected = peft_merge(peft_model(variant), torchs_own_state(module))
-    check_merged(deliver(source), expected)
-    weights = Adapters(module).weights
-    assert weights and all(weight.plain is (weight.kind is Kind.LINEAR) for weight in weights)
-
-
-def test_adapted_layers_that_are_fsdp_units() -> None:
-    run_world(2, layers_that_are_units)
+def test_one_copy_for_embedding_and_head_travels_once() -> None:
+    run_world(2, one_copy_for_both_ends)
 
 
 def test_a_loaded_adapter_brings_its_own_settings(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
@@ -184,7 +193,7 @@ def load_and_merge(checkpoint: str, adapter: str) -> None:
     loaded = {name for name in reference.state_dict() if is_adapter(name) or "modules_to_save" in name}
     assert len(loaded) == 2 * 2 * 3 + 1
     expected = peft_merge(reference, reference.state_dict())
-    got = deliver(merging_source(engine.module, "qwen2"))
+    got = deliver(merging_source(engine.module))
     check_merged(got, expected)
     plain = base_of(checkpoint).state_dict()["model.layers.0.mlp.down_proj.weight"].bfloat16()
     assert not torch.equal(got["model.layers.0.mlp.down_proj.weight"], plain)
@@ -216,9 +225,9 @@ def built(checkpoint: str, adapter: str, strategy: str) -> tuple[Built, list[lis
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-def test_two_ranks_start_as_one(strategy: str, tmp_path: Path) -> None:
+def test_two_ranks_start_as_one(strategy: str, tiny_model: Callable[[str], str], tmp_path: Path) -> None:
     """Covers that verl loads the weights of an untied model on rank 0 alone."""
-    checkpoint, adapter = str(tiny_models.write("qwen2", tmp_path / "model")), str(tmp_path / "adapter")
+    checkpoint, adapter = tiny_model("qwen2"), str(tmp_path / "adapter")
     config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, init_lora_weights="pissa", task_type="CAUSAL_LM")
     get_peft_model(base_of(checkpoint), config).save_pretrained(adapter)
     ((expected, trained),) = run_world(1, built, checkpoint, adapter, strategy)

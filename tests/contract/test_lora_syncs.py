@@ -17,37 +17,35 @@ from torch.distributed import distributed_c10d
 from worlds import run_world, stop
 
 from contract.fsdp_models import (
+    BUCKET_BYTES,
     BrokenOffError,
     Layout,
     Variant,
     assert_unchanged,
     deliver,
     fsdp1,
+    manager_of,
     merging_source,
     peft_model,
     shard,
     torchs_own_state,
 )
-from contract.reading import CPU, LARGE, planned
-from verl_sync_plugin.config.settings import SyncConfig
+from contract.reading import LARGE, planned
+from contract.sources import StandIn
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.lora.peft import is_adapter
-from verl_sync_plugin.report import SyncReport
-from verl_sync_plugin.sync.sender import BucketSender
-from verl_sync_plugin.sync.ways import Sync, Ways
-from verl_sync_plugin.trainers.lora import MergingSource
-from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.sync.manager import ShardingManager
 
 LINEAR = Variant("all-linear", config={"target_modules": "all-linear"})
 DORA = Variant("dora-embedding", "llama", {"target_modules": ["embed_tokens", "o_proj"], "use_dora": True})
 FACTOR = "base_model.model.model.layers.0.self_attn.o_proj.lora_A.default.weight"
 WEIGHT = "model.layers.0.self_attn.o_proj.weight"
-BUCKET, SECONDS, SOON = 64 << 10, 5.0, 5.0
+BUCKET, SECONDS, SOON = BUCKET_BYTES, 5.0, 5.0
 
 
 def count_collectives(layout: Layout, gather_bytes: int) -> tuple[list[int], list[int]]:
     """Counts the collectives of each bucket's preparation, and the bytes of factors that are there after it."""
-    source = merging_source(shard(peft_model(LINEAR), layout), LINEAR.model, gather_bytes=gather_bytes)
+    source = merging_source(shard(peft_model(LINEAR), layout), gather_bytes=gather_bytes)
     plan, _ = planned(source, 30_001)
     bases = [bucket.bases for bucket in plan.buckets]
     counts, held = [], []
@@ -73,7 +71,7 @@ def test_the_factors_of_several_buckets_are_gathered_at_once_within_bounds(layou
 
 def change_between_syncs(layout: Layout) -> None:
     module = shard(peft_model(LINEAR), layout)
-    source = merging_source(module, LINEAR.model, gather_bytes=1 << 30)
+    source = merging_source(module, gather_bytes=1 << 30)
     before = torchs_own_state(module)
     with pytest.raises(BrokenOffError):
         deliver(source, 30_001, break_off_after=2)
@@ -82,7 +80,7 @@ def change_between_syncs(layout: Layout) -> None:
         for name, parameter in module.named_parameters():
             if is_adapter(name):
                 parameter.mul_(1.25)
-    fresh = deliver(merging_source(module, LINEAR.model), 30_001)
+    fresh = deliver(merging_source(module), 30_001)
     for _ in range(2):
         got = deliver(source, 30_001)
         assert all(torch.equal(got[name], fresh[name]) for name in fresh), "factors of the sync before"
@@ -96,7 +94,7 @@ def test_what_was_gathered_ahead_of_a_failure_is_not_used_later(layout: Layout) 
 def offload_between_syncs(layout: Layout, merge: bool) -> None:
     """verl replaces every parameter by a copy elsewhere when it offloads: the old one must be free to go."""
     module = shard(peft_model(LINEAR), layout)
-    source = merging_source(module, "qwen2", merge)
+    source = merging_source(module, merge=merge)
     deliver(source, LARGE)
     source.release()
     held = [weakref.ref(parameter._local_tensor.untyped_storage()) for parameter in module.parameters()]  # type: ignore[attr-defined]
@@ -115,7 +113,7 @@ def out_of_memory() -> Any:
     raise torch.OutOfMemoryError("injected: out of memory")
 
 
-def break_source(source: MergingSource, where: str) -> None:
+def break_source(source: Any, where: str) -> None:
     """A factor cannot be packed; or the squares of DoRA's rows, to be summed over all ranks, cannot be had."""
     if where == "factors":
         source.factors.shards[FACTOR] = replace(source.factors.shards[FACTOR], local=out_of_memory)
@@ -125,30 +123,28 @@ def break_source(source: MergingSource, where: str) -> None:
     source.exported[place] = replace(part, local=out_of_memory), targets
 
 
-def first_buckets(source: MergingSource, agreement: Agreement, sender: BucketSender, where: str = "") -> None:
-    plan, shards = planned(source, BUCKET)
+def first_buckets(manager: ShardingManager, where: str = "") -> None:
+    sync, way = manager.plan()
     if where == "begin":
-        sender.begin = lambda *_: out_of_memory()  # type: ignore[method-assign,assignment]
+        manager.sender.begin = lambda *_: out_of_memory()  # type: ignore[method-assign]
     elif where:
-        break_source(source, where)
-    sender.reserve(plan)
-    way = Ways(SyncConfig(), agreement, sender).staged
-    way.fill(Sync(plan, source, shards, SyncReport(), ()))
-    agreement.vote("connecting to the engine", [0, 0])  # what comes next; other ranks must not meet it in a settle
+        break_source(sync.source, where)
+    way.fill(sync)
+    manager.agreement.vote("connecting to the engine", [0, 0])  # what comes next; nobody must meet it in a settle
 
 
 def fail_on_the_last_rank(layout: Layout, where: str) -> tuple[str, float]:
-    source = merging_source(shard(peft_model(DORA), layout), DORA.model)
-    agreement, sender, last = Agreement(20.0), BucketSender(CPU, 20.0), dist.get_rank() == dist.get_world_size() - 1
-    honest = deliver(source, BUCKET)
+    manager = manager_of(shard(peft_model(DORA), layout), StandIn(), delivery="staged")
+    source, last = manager.open_source(), dist.get_rank() == dist.get_world_size() - 1
+    manager.source, honest = source, deliver(source, BUCKET)
     started = time.monotonic()
     with pytest.raises(SyncError) as caught:
-        first_buckets(source, agreement, sender, where if last else "")
+        first_buckets(manager, where if last else "")
     seconds = time.monotonic() - started
     source.release()
-    vars(sender).pop("begin", None)
-    first_buckets(source, agreement, sender)
-    sender.close()
+    vars(manager.sender).pop("begin", None)
+    first_buckets(manager)
+    manager.sender.close()
     again = deliver(source, BUCKET)
     assert all(torch.equal(honest[name], again[name]) for name in honest), "the next sync shipped something else"
     return str(caught.value), seconds
@@ -174,7 +170,7 @@ def all_are_here(where: str) -> None:
 
 def absent_after(collectives: int) -> float:
     """Rank 1 leaves after so many collectives; returns how long rank 0 waited for it in the next."""
-    source = merging_source(shard(peft_model(DORA), Layout((2,))), DORA.model, timeout_seconds=SECONDS)
+    source = merging_source(shard(peft_model(DORA), Layout((2,))), seconds=SECONDS)
     work = source.prepare(tuple(range(len(source.shards()))))
     for number in range(collectives + 1):
         next(work)  # right before a collective

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,24 +27,30 @@ from contract.reading import CPU, WAYS, State, check_same, deliver
 from contract.sources import Wanted
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.trainers.base import WirePolicy
-from verl_sync_plugin.trainers.naming import Rewrite
-from verl_sync_plugin.trainers.placed import PlacedSource, ShardSpecTrainer, simple, spec_boxes, state_boxes
+from verl_sync_plugin.trainers.base import ParameterSource
+from verl_sync_plugin.trainers.live import Live, LiveTrainer
+from verl_sync_plugin.trainers.placed import PlacedSource, ShardSpecTrainer, simple
 from verl_sync_plugin.transport.agreement import Agreement
 
-POLICY = WirePolicy(torch.bfloat16, Wanted(r"\.gate\.weight$"))
-plain = iter  # no tensor is rewritten
+Export = Callable[[], Any]
 
 
-def of_state(given: Callable[[], State], rewrite: Rewrite) -> PlacedSource:
-    return PlacedSource(lambda: state_boxes(given, rewrite), POLICY)
+def open_source(given: Any) -> ParameterSource:
+    """The source of what a script trains."""
+    live = Live({})
+    live.take(given)
+    trainer = LiveTrainer(live, SyncConfig(), CPU, "bfloat16")
+    trainer.policy.kept = Wanted(r"\.gate\.weight$")
+    return trainer.open_source()
 
 
-def of_specs(export: Callable[[], Any]) -> PlacedSource:
-    return PlacedSource(lambda: spec_boxes(export), POLICY)
+def of_specs(export: Export) -> ParameterSource:
+    """The source of an engine of verl's that exports tensors with ``ShardSpec``."""
+    config = SimpleNamespace(strategy="torchtitan")
+    return open_source(SimpleNamespace(engine_config=config, get_per_tensor_param_shard=lambda: (export(), None)))
 
 
-def received(source: PlacedSource, agreement: Agreement, bucket_bytes: int, sharded: bool) -> State:
+def received(source: ParameterSource, agreement: Agreement, bucket_bytes: int, sharded: bool) -> State:
     assert source.agree_on_layout(agreement) is source
     shards = source.shards()
     plan = source.plan(tuple(shard.base for shard in shards), bucket_bytes, sharded)
@@ -53,7 +60,7 @@ def received(source: PlacedSource, agreement: Agreement, bucket_bytes: int, shar
     return got
 
 
-def check(source: PlacedSource, expected: Callable[[], State], change: Callable[[], None]) -> None:
+def check(source: ParameterSource, expected: Callable[[], State], change: Callable[[], None]) -> None:
     """Three syncs in three ways, with other values each time and one layout."""
     agreement = Agreement(30.0)
     for _ in range(3):
@@ -98,7 +105,7 @@ def any_placement(meshes: tuple[tuple[int, ...], ...]) -> None:
             for tensor in (whole[name], cut[name]):
                 (tensor.to_local() if isinstance(tensor, DTensor) else tensor).mul_(2)
 
-    check(of_state(lambda: cut, plain), lambda: {n: wire(n, t) for n, t in whole.items()}, change)
+    check(open_source(cut), lambda: {n: wire(n, t) for n, t in whole.items()}, change)
 
 
 @pytest.mark.parametrize(("size", "meshes"), [(2, ((2,),)), (4, ((4,), (2, 2))), (4, ((1, 4), (4, 1)))], ids=str)
@@ -132,7 +139,7 @@ def fsdp_over_tensor_parallel() -> None:
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
 
-    check(of_state(lambda: dict(model.state_dict()), plain), expected, train)
+    check(open_source(dict(model.state_dict())), expected, train)
 
 
 def test_fsdp2_over_tensor_parallelism() -> None:
@@ -201,12 +208,13 @@ def refused() -> list[str]:
     cut = distribute_tensor(torch.ones(4, 3), mesh, [Shard(1)])
     alone = ShardSpec((4, 3), place=BlockPlacement((2, 3), (0, 0), (4, 3)))
     over = ShardSpec((4, 3), place=BlockPlacement((2, 3), (rank, 0), (4, 3)))
-    sources: list[PlacedSource] = [
-        of_state(lambda: {"w": odd}, plain),
-        of_state(lambda: {"w": strided}, plain),
-        of_state(lambda: {"w": wrong}, plain),
-        of_state(lambda: {"w": cut}, lambda pairs: ((n, t.T) for n, t in pairs)),
-        of_state(lambda: {"w": torch.ones(2 + rank)}, plain),
+    turning = mock.patch(f"{Live.__module__}.verl_rewrite", lambda kind: lambda pairs: ((n, t.T) for n, t in pairs))
+    with turning:
+        turned = open_source({"w": cut})
+    sources = [
+        *(open_source({"w": tensor, "placed": cut}) for tensor in (odd, strided, wrong)),
+        turned,
+        open_source({"w": torch.ones(2 + rank), "placed": cut}),
         of_specs(lambda: [("w", torch.ones(6), alone)]),
         of_specs(lambda: [("w", torch.ones(6), over)]),
         of_specs(lambda: [("w", torch.ones(6), ShardSpec((4, 3), place=6))]),

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from worlds import run_fresh, run_world
 
 from contract import sglang_models as models
-from contract.sources import StandIn, WorldSource, endpoint_of, even_chunks, same_everywhere
+from contract.sources import SourceManager, StandIn, WorldSource, endpoint_of, same_everywhere
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.planner import plan_buckets
@@ -28,17 +28,14 @@ from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.rollouts.sglang import loader
 from verl_sync_plugin.sync import ways
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
-from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.sender import SLOTS
-from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
+from verl_sync_plugin.trainers.base import dtype_name
 from verl_sync_plugin.transport.channel import connect
 from verl_sync_plugin.transport.protocol import LoadRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 KIND, CPU = "qwen3-moe", torch.device("cpu")
-
-
 TIMEOUT = 20.0
 
 
@@ -75,41 +72,21 @@ class Case:
     failing: bool = False  # failures and recoveries follow
 
 
-class Source(WorldSource):
-    """Shares a checkpoint out over all ranks: by rows, or tensor by tensor."""
-
-    def __init__(self, joint: bool) -> None:
-        super().__init__()
-        self._joint = joint
-        self.weights: models.Weights = []
+class Owned(WorldSource):
+    """Every tensor has one owner, as with pipeline parallelism; the first rank has a good part of all."""
 
     def plan(self, bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False, held: int = 1) -> Plan:
-        if self._joint:
-            return plan_buckets(bases, bucket_bytes, sharded)
-        return super().plan(bases, bucket_bytes, sharded)
+        return plan_buckets(bases, bucket_bytes, sharded)
 
     def shards(self) -> list[Shard]:
         return [self._shard(number, name, tensor) for number, (name, tensor) in enumerate(self.weights)]
 
     def _shard(self, number: int, name: str, tensor: torch.Tensor) -> Shard:
-        world, rank, numel = dist.get_world_size(), dist.get_rank(), tensor.numel()
-        if self._joint:  # the first rank has a good part of all, as the stage with the embedding
-            lengths = tuple(numel if owner == (number * 3 // 2) % world else 0 for owner in range(world))
-            view = View(name, tuple(tensor.shape), 0, numel, None, (Run(0, 0, numel),))
-        else:
-            lengths = even_chunks(tensor.shape[0], world, numel // tensor.shape[0])
-            view = View(name, tuple(tensor.shape), 0, numel)
-        run = tensor.reshape(-1)[sum(lengths[:rank]) :][: lengths[rank]]
+        world, numel = dist.get_world_size(), tensor.numel()
+        lengths = tuple(numel if owner == (number * 3 // 2) % world else 0 for owner in range(world))
+        view = View(name, tuple(tensor.shape), 0, numel, None, (Run(0, 0, numel),))
+        run = tensor.reshape(-1)[: lengths[dist.get_rank()]]
         return Shard(Base(name, dtype_name(tensor.dtype), tensor.element_size(), lengths, (view,)), lambda: run)
-
-
-class Manager(ShardingManager):
-    def __init__(self, source: Source, *args: Any) -> None:
-        super().__init__(None, *args)
-        self.given = source
-
-    def open_source(self) -> ParameterSource:
-        return self.given
 
 
 class Member:
@@ -117,9 +94,9 @@ class Member:
 
     def __init__(self, case: Case, config: Any, tp: int) -> None:
         self.rank, self.model, self.reference = dist.get_rank(), models.build(config), models.build(config)
-        self.source = Source(case.joint)
+        self.source = Owned() if case.joint else WorldSource()
         settings = SyncConfig(timeout_seconds=TIMEOUT)
-        self.manager = Manager(self.source, engine_of(self.model, tp), settings, case.bucket_bytes, CPU)
+        self.manager = SourceManager(self.source, engine_of(self.model, tp), settings, case.bucket_bytes, CPU)
         self.version = 0
 
     @property
@@ -262,7 +239,7 @@ class Model(torch.nn.Module):
 
 def two_syncs(delivery: str) -> list[tuple[str, Events]]:
     """One rank's delivery of each sync, and what it did."""
-    rank, model, source = dist.get_rank(), Model(), Source(joint=False)
+    rank, model, source = dist.get_rank(), Model(), WorldSource()
     host = f"host {rank}" if delivery == "broadcast" else "host"
     loader._sessions.clear()
     found: list[tuple[str, Events]] = []
@@ -282,7 +259,7 @@ def two_syncs(delivery: str) -> list[tuple[str, Events]]:
     ):
         settings = SyncConfig(timeout_seconds=TIMEOUT, delivery="staged")
         endpoint = engine_of(model, dist.get_world_size())
-        manager = Manager(source, endpoint, settings, DELIVERIES[delivery][1], CPU)
+        manager = SourceManager(source, endpoint, settings, DELIVERIES[delivery][1], CPU)
         sender, agreement = manager.sender, manager.agreement
         for version in range(2):
             generator = torch.Generator().manual_seed(version)

@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 
 from contract import sglang_models as models
-from contract.sources import even_chunks
+from contract.sources import shard_of
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.copies.packing import Packer
 from verl_sync_plugin.engine.load import ModelLoad, refuse_rearranged
 from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.tensors import Base, Plan, Shard, View
+from verl_sync_plugin.layout.tensors import Plan, Shard
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
-from verl_sync_plugin.trainers.base import dtype_name
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed, Manifest
 from verl_sync_plugin.verify import Comparison, refuse_changed
@@ -40,7 +39,7 @@ class Wire:
         self.model = model
         self.verified = verified
         self._ranks = ranks
-        bases = tuple(self._base(names, tensor) for names, tensor in _together(weights))
+        bases = tuple(shard.base for shard in self._shards(weights, 0))
         self.plan: Plan = plan_buckets(bases, bucket_bytes, sharded)
         self._packers = [Packer(CPU, self.plan, rank) for rank in range(ranks)]
         self._known = SGLangModel(model, dist.get_rank())
@@ -55,17 +54,12 @@ class Wire:
         names = sorted(self.plan.names)
         return {names[left.tensor]: left.why for left in self.load.map.left}
 
-    def _base(self, names: tuple[str, ...], tensor: torch.Tensor) -> Base:
-        lengths = even_chunks(tensor.shape[0], self._ranks, tensor.numel() // tensor.shape[0])
-        views = tuple(View(name, tuple(tensor.shape), 0, tensor.numel()) for name in names)
-        return Base(names[0], dtype_name(tensor.dtype), tensor.element_size(), lengths, views)
-
     def _shards(self, weights: models.Weights, rank: int) -> list[Shard]:
-        shards = []
-        for base, (_, tensor) in zip(self.plan.bases, _together(weights), strict=True):
-            run = tensor.reshape(-1)[sum(base.lengths[:rank]) :][: base.lengths[rank]]
-            shards.append(Shard(base, lambda run=run: run))  # type: ignore[misc]
-        return shards
+        tied: dict[int, tuple[tuple[str, ...], torch.Tensor]] = {}
+        for name, tensor in weights:
+            names, _ = tied.get(id(tensor), ((), tensor))
+            tied[id(tensor)] = (*names, name), tensor
+        return [shard_of(names, tensor, rank, self._ranks) for names, tensor in tied.values()]
 
     def sync(
         self,
@@ -118,11 +112,3 @@ class Wire:
             self.load.load(index, slots)
             for slot in slots:
                 slot.fill_(0xEE)  # used again
-
-
-def _together(weights: models.Weights) -> list[tuple[tuple[str, ...], torch.Tensor]]:
-    found: dict[int, tuple[tuple[str, ...], torch.Tensor]] = {}
-    for name, tensor in weights:
-        names, _ = found.get(id(tensor), ((), tensor))
-        found[id(tensor)] = (*names, name), tensor
-    return list(found.values())

@@ -82,6 +82,16 @@ def reported(run: Run, steps: int, manager: str = "FSDP2SGLangShardingManager") 
         check_spans(report)
 
 
+def whole(run: Run, steps: int, ranks: int, manager: str = "FSDP2SGLangShardingManager", **ran: str) -> None:
+    """A run to its end in which the plugin moved the weights of every step."""
+    reached(run, steps)
+    same_weights(run)
+    plugin_ran(run, ranks, manager, **ran)
+    reported(run, steps, manager)
+    for step in range(1, steps + 1):
+        metrics_complete(run.logged[step], step)
+
+
 def check_spans(report: dict[str, Any]) -> None:
     """Every stage but the engine's sleep has spans, and the engine loads within the update, by the same clock."""
     spans: dict[str, list[tuple[float, float]]] = {}

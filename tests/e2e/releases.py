@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from pages import DOCS, part
+
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "releases.md"
-BEGIN, END = "<!-- releases:begin -->\n", "<!-- releases:end -->\n"
+PAGE = DOCS / "releases.md"
 REQUIREMENTS = [ROOT / "requirements" / name for name in ("cpu.txt", "cpu-no-deps.txt")]
 
 
@@ -54,21 +55,20 @@ def row(release: str, reports: tuple[dict[str, Any], ...], difference: float, bo
     return f"| {release} | {beside} | {syncs} | {near} |"
 
 
-def rows(page: str) -> dict[str, str]:
+def rows() -> dict[str, str]:
     """The rows of the table by release."""
-    inside = page.partition(BEGIN)[2].partition(END)[0]
+    inside = part(PAGE.read_text(), "releases")
     return {line.split(" | ")[0].strip("| "): line for line in inside.splitlines() if re.match(r"\| \d", line)}
 
 
-def written(page: str, found: dict[str, str]) -> str:
-    """The page with these rows, in the order of ``RELEASES``."""
-    before, _, rest = page.partition(BEGIN)
+def table(found: dict[str, str]) -> str:
+    """The table with these rows, in the order of ``RELEASES``."""
     stack = ", ".join(f"{package} {pinned(package)}" for package in ("verl", "torch", "transformers"))
-    table = [
+    lines = [
         f"With {stack}, on a CPU:",
         "",
         "| SGLang | installed with | syncs of two steps | probability difference, largest |",
         "| --- | --- | --- | --- |",
         *(found[release] for release in RELEASES if release in found),
     ]
-    return before + BEGIN + "\n".join(table) + "\n" + END + rest.partition(END)[2]
+    return "\n".join(lines) + "\n"

@@ -47,7 +47,7 @@ class Setup:
     ranks: int = 1  # of the trainer
     steps: int = 1
     model: Path | None = None  # the quickstart's
-    modules: tuple[str, ...] = ()  # that verl imports in each of its processes before it loads plugins
+    change: str = ""  # one of e2e/changes.py, made in each process of verl
     path: tuple[str, ...] = ()  # folders that come first in PYTHONPATH
     megatron: tuple[int, int, int] | None = None  # tensor, pipeline and expert parallel size; FSDP2 without
     replicas: int = 1  # rollout engines, among which the ranks are shared out
@@ -158,7 +158,8 @@ def _environment(setup: Setup, folder: Path) -> dict[str, str]:
         "SHOW": "all",
         "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
         "VERL_SYNC_REPORT_FILE": str(folder / "reports.jsonl"),
-        "VERL_USE_EXTERNAL_MODULES": ",".join(setup.modules),
+        "VERL_USE_EXTERNAL_MODULES": "e2e.changes" if setup.change else "",
+        "SYNC_TEST_CHANGE": setup.change,
         "PYTHONPATH": os.pathsep.join(filter(None, (*setup.path, os.environ.get("PYTHONPATH")))),
     }
     if setup.megatron is not None:

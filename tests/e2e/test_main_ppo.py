@@ -24,7 +24,7 @@ RANKS = 2  # one alone: test_other_runs.py
 def trained(larger_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Two steps, so three syncs; SGLang refuses the load of the fourth, which ends the run in its third step."""
     overrides = (DUMMY, SMALL_BUCKETS, SHORT_WAIT, VERIFIED, GUARDED)
-    setup = Setup(overrides, RANKS, 3, larger_model, modules=("e2e.wrong_shape",))
+    setup = Setup(overrides, RANKS, 3, larger_model, change="wrong_shape")
     return main_ppo(setup, tmp_path_factory.mktemp("trained"))
 
 
@@ -89,12 +89,7 @@ def test_a_load_that_the_engine_refuses_ends_the_run(trained: Run) -> None:
     assert [report["global_steps"] for report in trained.reports] == [0, 1, 2], "the fourth sync has succeeded"
     assert max(trained.printed) == max(trained.logged) == 2, "the run went on after the failed sync"
     assert not trained.leftovers, trained.leftovers
-    _one_error(trained)
-
-
-def _one_error(run: Run) -> None:
-    """Every mention of the error is the same text; it names the rank and the cause."""
-    errors = {line.text.partition("SyncError: ")[2] for line in run.matching("SyncError: ")}
-    assert len(errors) == 1, run.tail
-    assert re.fullmatch(r"weight sync failed at '[^']+'; trainer weights are unchanged\.", errors.pop()), run.tail
-    assert run.matching(r"^rank 0: .*the engine could not load the weights: AssertionError"), run.tail
+    # Every mention of the error is the same text; it names the rank and the cause
+    (error,) = {line.text.partition("SyncError: ")[2] for line in trained.matching("SyncError: ")}
+    assert re.fullmatch(r"weight sync failed at '[^']+'; trainer weights are unchanged\.", error), trained.tail
+    assert trained.matching(r"^rank 0: .*the engine could not load the weights: AssertionError"), trained.tail

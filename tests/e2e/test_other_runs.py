@@ -108,10 +108,7 @@ FAMILIES = (
 def test_the_syncs_of_a_family_are_what_the_table_says(family: Family, tiny_model: Tiny, tmp_path: Path) -> None:
     model = Path(tiny_model(family.kind))
     trained = main_ppo(Setup((SMALL_BUCKETS, *family.overrides), family.ranks, steps=2, model=model), tmp_path)
-    checks.reached(trained, steps=2)
-    checks.same_weights(trained)
-    checks.plugin_ran(trained, family.ranks, model=family.model, backup="on")
-    checks.reported(trained, steps=2)
+    checks.whole(trained, 2, family.ranks, model=family.model, backup="on")
     for report in trained.reports:
         assert report["hashed_tensors"] == report["tensors"], report
         assert report["coverage_missing"] == family.missing, report
@@ -143,13 +140,7 @@ def test_megatron_trains_and_the_engine_has_the_weights_of_every_step(
     model = even_model if layout.kind == "qwen2" else Path(tiny_model(layout.kind))
     overrides = (DUMMY, SMALL_BUCKETS, SHORT_WAIT)
     trained = main_ppo(Setup(overrides, ranks=2, steps=2, model=model, megatron=layout.sizes), tmp_path)
-    checks.reached(trained, steps=2)
-    checks.same_weights(trained)
-    manager = "MegatronSGLangShardingManager"
-    checks.plugin_ran(trained, ranks=2, manager=manager, model=layout.model)
-    checks.reported(trained, steps=2, manager=manager)
-    for step in (1, 2):
-        checks.metrics_complete(trained.logged[step], step)
+    checks.whole(trained, 2, 2, "MegatronSGLangShardingManager", model=layout.model)
     with safe_open(model / "model.safetensors", "pt") as checkpoint:
         sizes = {name: checkpoint.get_tensor(name).nbytes for name in checkpoint.keys()}  # noqa: SIM118
     for report in trained.reports:
@@ -173,9 +164,7 @@ def test_an_older_verl_trains(
 ) -> None:
     """SGLang starts with random weights; served as an adapter or not, all that it needs must have come by a sync."""
     folder, model = folder_with(tmp_path_factory, f"verl=={VERL}"), Path(tiny_model("qwen2"))
-    run = main_ppo(
-        Setup((DUMMY, *overrides), steps=2, model=model, modules=("e2e.versions",), path=(str(folder),)), tmp_path
-    )
+    run = main_ppo(Setup((DUMMY, *overrides), steps=2, model=model, change="versions", path=(str(folder),)), tmp_path)
     checks.reached(run, steps=2)
     said = {line.text.partition("[e2e] ")[2] for line in run.matching(r"\[e2e\] verl ")}
     assert said == {f"verl {VERL} from {folder}/verl/__init__.py"}, run.tail
@@ -220,7 +209,7 @@ def test_a_teacher_and_a_reward_model_run_next_to_a_synced_actor(larger_model: P
         *(f"{REWARD}.rollout.prompt_length=64", f"{REWARD}.rollout.response_length=16"),
         *("++ray_kwargs.ray_init.num_gpus=3", DUMMY, SMALL_BUCKETS),
     )
-    run = main_ppo(Setup(overrides, model=larger_model, modules=("e2e.teacher_sampling",)), tmp_path)
+    run = main_ppo(Setup(overrides, model=larger_model, change="teacher_sampling"), tmp_path)
     checks.reached(run, steps=1)
     checks.same_weights(run)
     checks.plugin_ran(run, ranks=1)
@@ -244,7 +233,7 @@ def stock_ran(run: Run, cause: str) -> None:
 
 def test_a_strategy_that_no_sharding_manager_knows_is_left_to_stock_verl(tmp_path: Path) -> None:
     overrides = ("actor_rollout_ref.actor.strategy=fsdp_turbo", *AS_STOCK)
-    run = main_ppo(Setup(overrides, modules=("e2e.plain_engine",)), tmp_path)
+    run = main_ppo(Setup(overrides, change="plain_engine"), tmp_path)
     stock_ran(run, r"actor\.strategy=fsdp_turbo")
     checks.same_weights(run)
 

@@ -42,9 +42,7 @@ def synced(run: Run, versions: list[int]) -> None:
     assert not run.matching("stock verl moves the weights|stock loading"), run.tail
 
 
-@pytest.fixture(
-    scope="module", params=["e2e.dying_replica", pytest.param("e2e.dying_engine", marks=pytest.mark.extended)]
-)
+@pytest.fixture(scope="module", params=["dying_replica", pytest.param("dying_engine", marks=pytest.mark.extended)])
 def separate(
     request: pytest.FixtureRequest, tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
@@ -52,7 +50,7 @@ def separate(
     of their own. A process of one replica dies in the sync after the second step: verl's process next to the engine,
     or a scheduler of SGLang's."""
     overrides = (*COMMON, f"{ROLLOUT}.n_gpus_per_node=2", "++ray_kwargs.ray_init.num_gpus=4")
-    setup = Setup(overrides, 2, 3, Path(tiny_model("qwen2")), modules=(request.param,), replicas=2)
+    setup = Setup(overrides, 2, 3, Path(tiny_model("qwen2")), change=request.param, replicas=2)
     return main_ppo(setup, tmp_path_factory.mktemp("separate"))
 
 
@@ -107,7 +105,7 @@ def test_responses_span_the_syncs_of_an_engine_that_keeps_its_requests(
         f"{ROLLOUT}.max_num_seqs=8",  # one batch, so the next one is in flight whenever a step has its own
         "trainer.v1.separate_async.num_warmup_batches=2",
     )
-    setup = Setup(overrides, 1, 3, Path(tiny_model("qwen2")), modules=("e2e.noting_pauses",))
+    setup = Setup(overrides, 1, 3, Path(tiny_model("qwen2")), change="noting_pauses")
     spanning = main_ppo(setup, tmp_path)
     checks.reached(spanning, steps=3)
     loader = FORGETTING_LOADER if pause == "retract" else LOADER

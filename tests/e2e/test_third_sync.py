@@ -1,25 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of the project takes part in a sync whose plan is made: the third and fourth one of a real ``main_ppo``.
 
-``ONE_WEIGHT=write`` writes the files of the fourth into docs/one-weight.md; without it the two are compared.
+``FILES=write`` writes the files of the fourth into docs/one-weight.md; without it the two are compared.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from e2e import checks
 from e2e.runs import Setup, main_ppo
+from pages import DOCS, check
 from verl_sync_plugin.transport.channel import MESSAGES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "one-weight.md"
-BEGIN, END = "<!-- files:begin -->", "<!-- files:end -->"
 # A commit may lower these, not raise them. The third sync also compares what lies in the engine (verify=first).
 MOST_FILES = {3: 27, 4: 25}  # of the package, in the processes of trainer and engine together
 MOST_ROUNDS = {3: 8, 4: 6}  # collectives of a trainer rank
@@ -43,18 +41,8 @@ def test_few_files_rounds_and_messages_make_a_sync(tmp_path: Path) -> None:
         print(f"sync {sync}: {len(rounds)} rounds {rounds}, {len(files)} files", *files, sep="\n")
         assert len(files) <= MOST_FILES[sync], files
         assert 0 < len(rounds) <= MOST_ROUNDS[sync], rounds
-    _compare_with_page(files)
-
-
-def _compare_with_page(files: list[str]) -> None:
-    head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    old, _, tail = rest.partition(END)
     rooms: dict[str, list[str]] = {}
     for file in files:
         room, _, name = file.rpartition("/")
         rooms.setdefault(f"`{room}/`: " if room else "", []).append(f"`{name}`")
-    new = "\n" + "".join(f"- {room}{', '.join(names)}\n" for room, names in rooms.items())
-    if os.environ.get("ONE_WEIGHT") == "write":
-        PAGE.write_text(f"{head}{BEGIN}{new}{END}{tail}", encoding="utf-8")
-    elif new != old:
-        pytest.fail(f"{PAGE.name} lists other files; run this test with ONE_WEIGHT=write")
+    check(DOCS / "one-weight.md", "files", "".join(f"- {room}{', '.join(names)}\n" for room, names in rooms.items()))

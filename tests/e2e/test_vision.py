@@ -26,6 +26,7 @@ from transformers import (
 )
 
 import tiny_models
+from contract.families import MROPE, QWEN3_VISION, QWEN_VISION
 from e2e import checks
 from e2e.runs import DUMMY, ROLLOUT, SMALL_BUCKETS, Run, Setup, main_ppo
 from packages import folder_with
@@ -63,10 +64,9 @@ def trained(case: tuple[str, int, bool], tmp_path_factory: pytest.TempPathFactor
         f"actor_rollout_ref.actor.freeze_vision_tower={frozen}",
     )
     model = write(kind, folder / "model")
-    setup = Setup(overrides, ranks, 2, model, modules=("e2e.vision_tower",), path=(str(packages),))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SYNC_TEST_FREEZE", str(int(frozen)))
-        return main_ppo(setup, tmp_path_factory.mktemp("run"))
+    change = "frozen_tower" if frozen else "trained_tower"
+    setup = Setup(overrides, ranks, 2, model, change=change, path=(str(packages),))
+    return main_ppo(setup, tmp_path_factory.mktemp("run"))
 
 
 def test_the_engine_has_the_trainers_weights_at_every_step(trained: Run) -> None:
@@ -106,16 +106,11 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6}}
-VISION: dict[str, Any] = {
-    "depth": 2, "hidden_size": 32, "intermediate_size": 64, "out_hidden_size": 64, "num_heads": 2,
-    "spatial_merge_size": 2, "temporal_patch_size": 2,
-}  # fmt: skip
 # Kind: what its configuration has of its own for text and vision; its patches are those of the published models
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # An image of 84 x 56 pixels has two windows
-    "qwen2_5_vl": ({}, {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}),
-    "qwen3_vl": ({"head_dim": 16}, {"patch_size": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}),
+    "qwen2_5_vl": ({}, {**QWEN_VISION, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]}),
+    "qwen3_vl": ({"head_dim": 16}, {**QWEN3_VISION, "patch_size": 16}),
 }
 ROWS = 16
 
@@ -141,7 +136,7 @@ def _model(kind: str, common: dict[str, Any], tokenizer: PreTrainedTokenizerFast
     config = AutoConfig.for_model(
         kind,
         text_config={**common, **MROPE, **text, "tie_word_embeddings": False},
-        vision_config={**VISION, **vision},
+        vision_config=vision,
         tie_word_embeddings=False,
         vision_start_token_id=numbers["<|vision_start|>"],
         vision_end_token_id=numbers["<|vision_end|>"],

@@ -19,8 +19,9 @@ import pytest
 import torch
 from verl.trainer.ppo.utils import need_critic
 
+import pages
 from contract.families import FAMILIES
-from e2e.releases import PAGE, RELEASES, rows, written
+from e2e.releases import PAGE, RELEASES, rows, table
 from hydra_run import CONFIG_DIR, rollout_of, run
 from shipped_configs import mains
 from verl_sync_plugin import cli
@@ -123,9 +124,8 @@ def test_the_walk_names_every_file_once() -> None:
 
 
 def test_every_release_has_its_row_of_this_stack_and_the_readme_names_it() -> None:
-    page = PAGE.read_text()
-    found = rows(page)
-    assert written(page, found) == page, "write it again: make releases"
+    found = rows()
+    pages.check(PAGE, "releases", table(found))
     packages = {release: tuple(re.findall(r"`([^`]+)`", row.split(" | ")[1])) for release, row in found.items()}
     assert packages == {release: tuple(names) for release, names in RELEASES.items()}, "write it again: make releases"
     tested = re.search(r"Tested with verl \S+; SGLang ([^;]+);", (ROOT / "README.md").read_text())
@@ -134,8 +134,11 @@ def test_every_release_has_its_row_of_this_stack_and_the_readme_names_it() -> No
 
 def test_every_family_has_its_row() -> None:
     page = (ROOT / "docs" / "families.md").read_text()
-    table = page.partition("<!-- families:begin -->")[2].partition("<!-- families:end -->")[0]
-    names = [name for line in table.splitlines()[3:] for name in line.split(" | ")[0].strip("| ").split("; ")]
+    names = [
+        name
+        for line in pages.part(page, "families").splitlines()[2:]
+        for name in line.split(" | ")[0].strip("| ").split("; ")
+    ]
     assert sorted(names) == sorted(FAMILIES), "write it again: make families"
 
 

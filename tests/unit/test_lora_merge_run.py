@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
-from contract.fsdp_models import merging_source
+from contract.fsdp_models import ModelConfig, merging_source
 from verl_sync_plugin.layout.tensors import Shard
 from verl_sync_plugin.lora.peft import Adapters
 
@@ -46,9 +46,16 @@ DORA = ("linear", "conv1d-of-gpt2", "embedding", "conv1d", "conv2d", "conv3d")
 
 
 class Model(torch.nn.Module):
+    config = ModelConfig(model_type="none")
+
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()
         self.layer = layer
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return torch.nn.Identity()
+
+    get_output_embeddings = get_input_embeddings
 
 
 def adapted(kind: str, sizes: Sizes, k: int, rank: int, dora: bool, rslora: bool) -> torch.nn.Module:
@@ -69,7 +76,7 @@ def adapted(kind: str, sizes: Sizes, k: int, rank: int, dora: bool, rslora: bool
 
 def prepared(model: torch.nn.Module) -> Shard:
     """The adapted weight, ready to be merged."""
-    source = merging_source(model, "qwen2")
+    source = merging_source(model)
     shards = source.shards()
     assert list(source.prepare(tuple(range(len(shards))))) == [], "one rank asks no other"
     (shard,) = (each for each in shards if each.merge is not None)

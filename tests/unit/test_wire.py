@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from contract.sources import reader_of
+from contract.fsdp_models import open_source
 from verl_sync_plugin.layout.tensors import Shard
 from verl_sync_plugin.trainers.base import WirePolicy, wire_policy
-from verl_sync_plugin.trainers.naming import Naming, verl_rewrite
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -65,7 +66,8 @@ def names_of(shards: list[Shard]) -> list[list[str]]:
 
 def test_ties_made_and_undone_between_syncs_and_a_parameter_that_was_replaced() -> None:
     module = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3, bias=False) for name in "abc"})
-    source = reader_of("fsdp2")(module, Naming(WirePolicy(BF16), verl_rewrite("qwen2")))
+    module.config = SimpleNamespace(model_type="none")  # type: ignore[assignment]
+    source = open_source(module)
     apart = [["a.weight"], ["b.weight"], ["c.weight"]]
     first = source.shards()
     assert names_of(first) == apart

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron sources through verl's default bridge: what arrives is the checkpoint, and after training its own export."""
+"""Megatron sources through verl's default bridge: what arrives is the checkpoint, and after training the bridge's own
+export; LoRA is merged on local parts, with the values of the bridge's own merge."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from worlds import run_world
 
 from contract.reading import LARGE, TINY
-from megatron_cpu import stories
+from megatron_cpu import lora, stories
 from megatron_cpu.engines import Layout
 
 pytestmark = pytest.mark.usefixtures("bridge_processes")
@@ -99,9 +101,15 @@ def test_routers_keep_their_dtype_on_a_float32_wire(checkpoint: Callable[[str], 
     run_world(2, stories.syncs, checkpoint("moonlight"), Layout(2, tp=2, ep=2, etp=1), "float32", timeout=120)
 
 
-@pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(2, pp=2)], ids=str)
-def test_offloaded_parameters_are_read_where_they_are(layout: Layout, checkpoint: Callable[[str], str]) -> None:
-    run_world(layout.world, stories.offloaded, checkpoint("qwen2"), layout, timeout=120)
+@pytest.mark.parametrize(
+    ("story", "layout"),
+    [(stories.offloaded, Layout(2, tp=2)), (stories.offloaded, Layout(2, pp=2)), (lora.offloaded, Layout(2, tp=2))],
+    ids=["tp2", "pp2", "adapter"],
+)
+def test_offloaded_parameters_are_read_where_they_are(
+    story: Callable[..., None], layout: Layout, checkpoint: Callable[[str], str]
+) -> None:
+    run_world(layout.world, story, checkpoint("qwen2"), layout, timeout=120)
 
 
 def test_tensors_and_modules_that_are_replaced_are_found(checkpoint: Callable[[str], str]) -> None:
@@ -145,3 +153,52 @@ def test_disagreement_is_one_error_soon_and_recovered_from(
     assert "failed at 'matching the layouts of all ranks'; trainer weights are unchanged" in text
     assert "decoder.layers.0.self_attention.linear_proj.weight" in text and said in text
     assert max(seconds for _, seconds in results) < 5
+
+
+# LoRA
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("qwen2", Layout(4, tp=2, pp=2)),
+        pytest.param("qwen2", Layout(2, tp=2), marks=pytest.mark.extended),
+        pytest.param("qwen3", Layout(2, pp=2), marks=pytest.mark.extended),
+        ("qwen3-moe", Layout(2, ep=2)),
+        pytest.param("qwen3-moe", Layout(4, tp=2, pp=2, ep=2, etp=1), marks=pytest.mark.extended),
+        pytest.param("qwen2-tied", Layout(2, tp=2), marks=pytest.mark.extended),
+    ],
+    ids=lambda value: str(value),
+)
+def test_merged_weights_are_those_of_the_bridge(kind: str, layout: Layout, checkpoint: Callable[[str], str]) -> None:
+    changed, *_ = run_world(layout.world, lora.merged, checkpoint(kind), layout, timeout=180)
+    assert len(changed) == 4 * (4 + (3 * 4 if "moe" in kind else 3)), "every projection of every layer is adapted"
+
+
+def test_each_expert_may_have_an_adapter_of_its_own(checkpoint: Callable[[str], str]) -> None:
+    work = partial(lora.merged, share_expert_adapters=False)
+    changed, *_ = run_world(2, work, checkpoint("qwen3-moe"), Layout(2, ep=2), timeout=180)
+    assert sum(".experts." in name for name in changed) == 4 * 3 * 4
+
+
+@pytest.mark.parametrize("layout", [Layout(2, tp=2, ep=2, etp=1)], ids=str)
+def test_latent_attention_and_shared_experts_are_merged(layout: Layout, checkpoint: Callable[[str], str]) -> None:
+    work = partial(lora.merged, target_modules=lora.LATENT)
+    changed, *_ = run_world(2, work, checkpoint("moonlight"), layout, timeout=180)
+    assert {"q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"} <= {name.split(".")[-2] for name in changed}
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(2, tp=2), pytest.param(Layout(2, pp=2), marks=pytest.mark.extended)], ids=str
+)
+def test_served_adapters_make_what_the_bridge_merges(layout: Layout, checkpoint: Callable[[str], str]) -> None:
+    run_world(2, lora.served, checkpoint("qwen2"), layout, timeout=180)
+
+
+def test_adapters_of_another_kind_are_merged_by_the_bridge(checkpoint: Callable[[str], str]) -> None:
+    run_world(2, lora.canonical, checkpoint("qwen2"), Layout(2, tp=2), timeout=120)
+
+
+def test_dora_is_refused_by_name(checkpoint: Callable[[str], str]) -> None:
+    first, second = run_world(2, lora.refused, checkpoint("qwen2"), timeout=120)
+    assert first == second and "model.lora.type='dora' with actor_rollout_ref.actor.strategy=megatron" in first

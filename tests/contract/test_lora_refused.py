@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuses by module and type, before anything is sent, what cannot be merged, and all of PEFT that is no LoRA layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import IA3Config, LoHaConfig, LoraConfig, PeftMixedModel, get_peft_model, inject_adapter_in_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from transformers import AutoModelForCausalLM
+from worlds import run_world
+
+from bare_engine import trainer
+from contract.fsdp_models import Layout, Variant, build, deliver, fsdp1, merging_source, peft_model, shard
+from contract.reading import LARGE, planned
+from contract.sources import StandIn, endpoint_of
+from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.lora.peft import Adapters
+from verl_sync_plugin.sharding_manager import get_sharding_manager
+
+TARGETS = {"target_modules": ["q_proj", "down_proj"]}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "IA3": {**TARGETS, "feedforward_modules": ["down_proj"]},
+    "LN_TUNING": {"target_modules": ["input_layernorm"]},
+    "LOHA": TARGETS,
+    "PROMPT_TUNING": {"num_virtual_tokens": 3},
+    "TRAINABLE_TOKENS": {"target_modules": ["embed_tokens"], "token_indices": [1]},
+    "VERA": {"target_modules": ["q_proj"]},
+}
+SAVED_HEAD = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+PLAIN = Variant("plain", config={"target_modules": ["q_proj"]})
+TWO = Variant("two", config=SAVED_HEAD, second={**SAVED_HEAD, "target_modules": ["q_proj", "v_proj"]})
+
+
+def refusal(model: torch.nn.Module) -> str:
+    with pytest.raises(ValueError) as caught:
+        Adapters(model)
+    assert "custom.sync.enabled=False" in str(caught.value), "names no remedy"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("configured", [True, False])
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_an_adapter_of_another_type_is_refused_by_name(kind: str, configured: bool) -> None:
+    """Or its first module, where no config tells: layers were put in by hand, or a config was taken away."""
+    config = PEFT_TYPE_TO_CONFIG_MAPPING[kind](**SETTINGS[kind], task_type="CAUSAL_LM")
+    model = get_peft_model(build("llama"), config)
+    if configured:
+        assert f"peft_type={kind}" in refusal(model)
+        return
+    for module in model.modules():
+        for attribute in ("peft_config", "_peft_config"):
+            vars(module).pop(attribute, None)
+    text = refusal(model)
+    named = [name for name, _ in model.named_modules() if f"{name!r}" in text]
+    assert named, text
+    of_peft = type(model.get_submodule(named[0]))
+    assert of_peft.__module__.startswith("peft.") and f"is a {of_peft.__name__}" in text
+
+
+def switched_off() -> Any:
+    model: Any = peft_model(TWO)
+    model.base_model.disable_adapter_layers()
+    return model
+
+
+def both_active() -> Any:
+    model: Any = peft_model(Variant("both", config=PLAIN.config, second=PLAIN.config))
+    model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+def with_another_type() -> Any:
+    mixed = PeftMixedModel(build("qwen2"), LoraConfig(target_modules=["q_proj"]))
+    mixed.add_adapter("other", LoHaConfig(target_modules=["v_proj"]))
+    mixed.set_adapter(["default", "other"])
+    return mixed
+
+
+def over_another_type() -> Any:
+    base = inject_adapter_in_model(IA3Config(target_modules=["v_proj"], feedforward_modules=[]), build("qwen2"))
+    del base.peft_config
+    return get_peft_model(base, LoraConfig(target_modules=["q_proj"]))
+
+
+def lora(model: str = "qwen2", **config: Any) -> Any:
+    return peft_model(Variant("lora", model, {**PLAIN.config, **config}))
+
+
+MODULE = r"LoRA module 'base_model.*"
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (lambda: lora("llama", lora_bias=True), f"{MODULE} none in its base layer"),
+        (lambda: lora(alora_invocation_tokens=[1]), f"{MODULE}ALoraLinearVariant"),
+        (lambda: lora(trainable_token_indices=[1]), r"adapter 'default' has trainable_token_indices=\[1\]"),
+        (both_active, "several active adapters"),
+        (switched_off, r"q_proj' is switched off"),
+        (with_another_type, "LOHA"),
+        (over_another_type, r"layers\.0\.self_attn\.v_proj' is a Linear of PEFT .*ia3"),
+    ],
+    ids=["bias", "alora", "tokens", "both", "off", "with", "over"],
+)
+def test_what_cannot_be_merged_is_refused_by_name(made: Callable[[], Any], text: str) -> None:
+    assert re.search(text, refusal(made()))
+
+
+def test_two_copies_of_a_module_in_use_are_refused_by_name() -> None:
+    model: Any = peft_model(TWO)
+    model.get_output_embeddings()._active_adapter = ["default", "second"]
+    with pytest.raises(ValueError, match=r"lm_head', one of modules_to_save, has several active adapters"):
+        Adapters(model)
+
+
+# What only the sharded model shows
+
+
+def error_of(source: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        source.shards()
+    return str(caught.value)
+
+
+def with_an_unknown_factor() -> str:
+    model: Any = peft_model(PLAIN)
+    factor = model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj.lora_A.default")
+    factor.register_parameter("gain", torch.nn.Parameter(torch.ones(3)))
+    return error_of(merging_source(shard(model, Layout((2,)))))
+
+
+def with_a_transposed_weight() -> str:
+    model = peft_model(PLAIN)
+    layer: Any = model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj.base_layer")
+    layer.weight = torch.nn.Parameter(layer.weight.detach().t().contiguous().t(), requires_grad=False)
+    module = shard(model, fsdp1(2, True))
+    planned(merging_source(module, merge=False), LARGE)  # the base as it is
+    return error_of(merging_source(module))
+
+
+def switched_between_syncs() -> str:
+    """Another adapter than in the first sync, then none; each time the sync after it is as the first."""
+    module: Any = shard(peft_model(TWO), Layout((2,)))
+    source = merging_source(module)
+    first, texts = deliver(source), []
+    module.set_adapter("second")
+    for undo in (lambda: module.set_adapter("default"), module.base_model.enable_adapter_layers):
+        texts.append(error_of(source))
+        undo()
+        again = deliver(source)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+        module.base_model.disable_adapter_layers()
+    return "\n".join(texts)
+
+
+@pytest.mark.parametrize(
+    ("refused", "words"),
+    [
+        (
+            with_an_unknown_factor,
+            ["does not know the use of LoRA parameters: base_model.model.model.layers.1.", "lora_A.default.gain"],
+        ),
+        (with_a_transposed_weight, ["'model.layers.1.self_attn.q_proj.weight'", "strides (1, "]),
+        (
+            switched_between_syncs,
+            ["self_attn.q_proj'", "('default',)", "now they are ('second',)", "now they are ('default',) (True, "],
+        ),
+    ],
+)
+def test_sharded_weights_and_adapters_that_no_merge_takes_are_refused_by_name(
+    refused: Callable[[], str], words: list[str]
+) -> None:
+    for text in run_world(2, refused):
+        assert all(word in text for word in words), text
+
+
+def opened(checkpoint: str, model: dict[str, Any], strategy: str) -> str:
+    """Returns the error of the first step of the first sync of verl's own engine."""
+    settings = {"use_orig_params": True} if strategy == "fsdp" else {}
+    engine = trainer.build(checkpoint, strategy, model={"lora_rank": 4, **model}, **settings)
+    manager = get_sharding_manager(strategy, "sglang")
+    with pytest.raises(ValueError) as caught:
+        manager(engine, endpoint_of(StandIn()), SyncConfig(), 1 << 20, torch.device("cpu")).open_source()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("merge", [True, False])
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_an_adapter_that_verl_loads_is_refused(
+    strategy: str, merge: bool, tiny_model: Callable[[str], str], tmp_path: Path
+) -> None:
+    checkpoint = tiny_model("qwen2")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    config = IA3Config(**SETTINGS["IA3"], task_type="CAUSAL_LM")
+    get_peft_model(model, config).save_pretrained(str(tmp_path))
+    loaded = {"lora_adapter_path": str(tmp_path), "lora": {"merge": merge}}
+    (text,) = run_world(1, opened, checkpoint, loaded, strategy)
+    assert "peft_type=IA3" in text

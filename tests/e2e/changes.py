@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imported by verl in each process of a run (``VERL_USE_EXTERNAL_MODULES``): makes the change that ``SYNC_TEST_CHANGE``
+names, once the module that it is made to has been imported."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+CHANGE = "SYNC_TEST_CHANGE"
+SYNC = 3  # in which a process dies, the one after the second step
+LAST_REPLICA, LAST_RANK = 3, 4  # of a separate rollout next to two trainer ranks, each of which shares its GPU
+HONEST_SYNCS, VICTIM = 3, "model.layers.1.mlp.down_proj.weight"
+
+
+def dying_engine(updates: ModuleType) -> None:
+    """A scheduler of SGLang dies in one replica of a separate rollout, while that is being synced."""
+    import psutil
+
+    honest = updates.WeightUpdates.load_weights
+
+    async def load_weights(self: Any, *args: Any) -> Any:
+        self.loads_begun = getattr(self, "loads_begun", 0) + 1
+        if self.replica_rank == LAST_REPLICA and self.loads_begun == SYNC:
+            named = {process.pid: psutil.Process(process.pid).name() for process in self._processes}
+            (scheduler,) = (pid for pid, name in named.items() if "scheduler" in name)
+            os.kill(scheduler, signal.SIGKILL)
+        return await honest(self, *args)
+
+    updates.WeightUpdates.load_weights = load_weights
+
+
+def dying_replica(manager: ModuleType) -> None:
+    """One rollout rank of a separate rollout dies in the middle of a sync."""
+    commit = manager.ShardingManager._commit
+
+    async def run(self: Any, *args: Any) -> Any:
+        ranks = self.agreement.ranks
+        if ranks.size == LAST_RANK and ranks.rank == LAST_RANK - 1:
+            self.syncs = getattr(self, "syncs", 0) + 1
+            if self.syncs == SYNC:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return await commit(self, *args)
+
+    manager.ShardingManager._commit = run
+
+
+def noting_pauses(updates: ModuleType) -> None:
+    """A server of a separate rollout says at the end of each pause who paused it, and how many requests have stayed in
+    its engine. All responses are as long as they may be."""
+    from verl_sync_plugin.log import say
+
+    def note(server: Any) -> None:
+        """Changes the server's class as it is defined, since Ray takes its methods at once."""
+        if "abort_all_requests" not in vars(server):
+            return
+        pause, resume, generate = server.abort_all_requests, server.resume_generation, server.generate
+
+        async def generating(self: Any, *args: Any, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+            return await generate(self, *args, sampling_params={**sampling_params, "ignore_eos": True}, **kwargs)
+
+        async def abort_all_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
+            answer = await pause(self, *args, **kwargs)
+            self.requests_inside = set(self.tokenizer_manager.rid_to_state)
+            return answer
+
+        async def resume_generation(self: Any) -> None:
+            who = "its load" if self.paused_by_load else "a driver"
+            stayed = getattr(self, "requests_inside", set()) & set(self.tokenizer_manager.rid_to_state)
+            await resume(self)
+            if self.separate:
+                say(f"test: {self.pause} by {who}, {len(stayed)} requests stayed")
+
+        server.abort_all_requests, server.resume_generation = abort_all_requests, resume_generation
+        server.generate = generating
+
+    updates.WeightUpdates.__init_subclass__ = classmethod(note)
+
+
+def plain_engine(engine: ModuleType) -> None:
+    """A strategy that no sharding manager of the plugin knows: verl's ``fsdp_turbo``, whose package has no build for
+    the CPU, is its FSDP2 engine."""
+
+    @engine.EngineRegistry.register("language_model", "fsdp_turbo", device="cuda", vendor="nvidia")  # type: ignore[untyped-decorator]
+    class PlainEngine(engine.FSDPEngineWithLMHead):  # type: ignore[misc,name-defined]
+        def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
+            object.__setattr__(engine_config, "strategy", "fsdp2")  # the config is frozen
+            super().__init__(model_config, engine_config, *args, **kwargs)
+
+
+def teacher_sampling(manager: ModuleType) -> None:
+    """A teacher is not asked for what SGLang 0.5.12 does not know: verl 0.9.1 asks it for ``detokenize``, with the
+    plugin and without."""
+    asked = manager._get_teacher_sampling_params
+
+    def known(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {key: value for key, value in asked(*args, **kwargs).items() if key != "detokenize"}
+
+    manager._get_teacher_sampling_params = known  # type: ignore[attr-defined]
+
+
+def say_version(module: ModuleType) -> None:
+    print(f"[e2e] {module.__name__} {module.__version__} from {module.__file__}", flush=True)
+
+
+def watched_tower(transformer_impl: ModuleType, frozen: bool = False) -> None:
+    """Actor workers say after every step how many parameters have changed, of the vision tower and of all else; it may
+    be frozen, which ``actor.freeze_vision_tower`` asks for in vain: verl 0.9.1 does not read it."""
+    engine: Any = transformer_impl.FSDPEngine
+    build, step = engine._build_fsdp_module, engine.optimizer_step
+
+    def parts(module: Any) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {"tower": [], "language": []}
+        for name, parameter in module.named_parameters():
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            found["tower" if "visual." in name else "language"].append(local.detach().clone())
+        return found
+
+    @functools.wraps(build)
+    def frozen_build(self: Any, module: Any) -> Any:
+        if frozen:
+            module.model.visual.requires_grad_(False)
+        return build(self, module)
+
+    @functools.wraps(step)
+    def watched_step(self: Any) -> Any:
+        before = parts(self.module)
+        result = step(self)
+        after = parts(self.module)
+        for part, tensors in before.items():
+            changed = sum(not old.equal(new) for old, new in zip(tensors, after[part], strict=True))
+            print(f"[e2e] {part}: {changed} of {len(tensors)} parameters changed", flush=True)
+        return result
+
+    engine._build_fsdp_module, engine.optimizer_step = frozen_build, watched_step
+
+
+def wrong_shape(fsdp2: ModuleType) -> None:
+    """From the fourth sync on the trainer describes a tensor wrongly: SGLang's own ``load_weights`` refuses it in the
+    scheduler, in the middle of the sync."""
+    honest = fsdp2.FSDP2Source.shards
+    calls = 0
+
+    def transposed(shard: Any) -> Any:
+        views = tuple(replace(v, shape=v.shape[::-1]) if v.name == VICTIM else v for v in shard.base.views)
+        return replace(shard, base=replace(shard.base, views=views))
+
+    def shards(self: Any) -> list[Any]:
+        nonlocal calls
+        calls += 1
+        found = honest(self)
+        return found if calls <= HONEST_SYNCS else [transposed(shard) for shard in found]
+
+    fsdp2.FSDP2Source.shards = shards
+
+
+CHANGES: dict[str, dict[str, Callable[[ModuleType], None]]] = {
+    "dying_engine": {"verl_sync_plugin.rollouts.sglang.updates": dying_engine},
+    "dying_replica": {"verl_sync_plugin.sync.manager": dying_replica},
+    "noting_pauses": {"verl_sync_plugin.rollouts.sglang.updates": noting_pauses},
+    "plain_engine": {"verl.workers.engine": plain_engine},
+    "teacher_sampling": {"verl.experimental.teacher_loop.teacher_manager": teacher_sampling},
+    "versions": {"verl": say_version, "sglang": say_version},
+    "trained_tower": {"verl.workers.engine.fsdp.transformer_impl": watched_tower},
+    "frozen_tower": {"verl.workers.engine.fsdp.transformer_impl": functools.partial(watched_tower, frozen=True)},
+    "wrong_shape": {"verl_sync_plugin.trainers.fsdp2": wrong_shape},
+}
+
+for _name, _change in CHANGES[os.environ[CHANGE]].items():
+    wrapt.register_post_import_hook(_change, _name)
