@@ -291,7 +291,7 @@ def test_differences_between_nodes() -> None:
         (f"{ROLLOUT}.custom.sync.enabled=False", "warning", "stock verl moves the weights", "leave out"),
         ("actor_rollout_ref.model.path=/no/such/model", "warning", "no such folder", "correct the path"),
         ("+sync=colocated", "", "", ""),  # and no word of verl's default model, which nobody named
-        ("actor_rollout_ref.model.path=Nobody/no-such-model", "", "", ""),
+        ("actor_rollout_ref.model.path=Nobody/model", "warning", "is not known here", "hf download Nobody/model"),
     ],
 )
 def test_overrides(override: str, level: str, text: str, remedy: str) -> None:

@@ -305,7 +305,8 @@ def check_model(config: Any, overrides: Sequence[str]) -> list[Finding]:
     if (folder := _folder_of(path)) is None:
         if path.startswith(("/", "./", "../", "~")):
             return [warning("model", f"{key}={path}: there is no such folder on this machine", "correct the path")]
-        return [ok("model", f"{key}={path} is not on this machine, so its tensors are not known here")]
+        text = f"{key}={path} is not on this machine, so whether it is served is not known here"
+        return [warning("model", text, f"hf download {path} config.json, then ask again")]
     try:
         engine = _ours("rollouts.rollout_of")(actor.rollout.name)
         engine.refuse_checkpoint(folder, actor.model.get("override_config"), actor.rollout)
