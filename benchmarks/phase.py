@@ -267,15 +267,13 @@ def training_environment(case: Case, variant: str, probe_file: Path, base: Mappi
     ours = [PROBE, LOCAL_MEGATRON] if case.strategy == "megatron" and case.device == "cuda" else [PROBE]
     modules = [name for name in env.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if name and name not in ours]
     env["VERL_USE_EXTERNAL_MODULES"] = ",".join([*modules, *ours])
-    env.pop("TMS_RETAIN_CPU_BACKUP", None)
+    for name in ("TMS_RETAIN_CPU_BACKUP", "VERL_USE_EXTERNAL_PLUGINS", "SGLANG_PLUGINS"):
+        env.pop(name, None)
     if variant == "tuned":
         env["TMS_RETAIN_CPU_BACKUP"] = "1"
     if variant != "plugin":
         # both hosts discover entry points; "none" is the first's word, and for the second a name nobody has
         env.update(VERL_USE_EXTERNAL_PLUGINS="none", SGLANG_PLUGINS="none")
-    else:
-        env.pop("VERL_USE_EXTERNAL_PLUGINS", None)
-        env.pop("SGLANG_PLUGINS", None)
     if case.device == "cpu":
         env.update(VERL_PLATFORM="cpu", VERL_ENGINE_DEVICE="cuda", SGLANG_USE_CPU_ENGINE="1")
         env.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
@@ -446,16 +444,8 @@ def syncs(records: Iterable[Record]) -> list[Sync]:
 
 
 def check_cut_short(records: list[Record], ended: float, least: int) -> None:
-    """True if a run that was ended from outside counts: it must have gone on well until then.
-
-    Args:
-        records: of the probe file.
-        ended: when, in seconds since the epoch.
-        least: measured syncs that it needs.
-
-    Raises:
-        ProbeError: it does not; says why.
-    """
+    """Raises ProbeError, with the reason, where a run that was ended from outside does not count: it must have gone on
+    well until then, at ``ended`` in seconds since the epoch, with ``least`` measured syncs."""
     if not all(record.get("ok", True) for record in records):
         raise ProbeError("a call failed before the time limit")
     done = sorted(record["t"] for record in records if record["event"] == "sync")

@@ -24,8 +24,8 @@ BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"  # of a part that is written
 HEADLINE = {
     "headline-7b-fsdp2": "7.6 B, FSDP2 on 2 GPUs → TP2",
     "headline-moe-8b-fsdp2": "MoE 8.3 B, FSDP2 on 2 GPUs → TP2",
-    "fp8-7b-fsdp2": "7.6 B, the rollout in fp8",
-    "fp8-moe-8b-fsdp2": "MoE 8.3 B, the rollout in fp8",
+    "fp8-7b-fsdp2": "7.6 B, FSDP2 on 2 GPUs → TP2 in fp8",
+    "fp8-moe-8b-fsdp2": "MoE 8.3 B, FSDP2 on 2 GPUs → TP2 in fp8",
     "headline-7b-bridge": "7.6 B, Megatron-Bridge TP2 → TP2",
     "headline-mla-7b-bridge": "MoE 7.2 B, latent attention, EP2 → TP2",
     "headline-7b-fsdp2-lora32": "7.6 B, FSDP2, LoRA merged → TP2",
@@ -74,7 +74,9 @@ def milliseconds(value: float | None) -> str:
     return f"{value * 1e3:.0f} ms" if value >= 0.1 else f"{value * 1e3:.1f} ms"
 
 
-def seconds(value: float) -> str:
+def seconds(value: float | None) -> str:
+    if value is None:
+        return "–"
     return f"{value:.2f} s" if value >= 10 else f"{value:.3f} s"
 
 
@@ -143,12 +145,13 @@ def headline_table(results: list[Result]) -> str:
 
     def row(result: Result) -> list[str]:
         found = phases(result)
-        shown = [seconds(found[variant]) if variant in found else "–" for variant in VARIANTS]
-        counts = [str(len(counted(run))) for run in result["runs"]]
-        faster = ", ".join(f"{found[other] / found['plugin']:.0f}×" for other in found if other != "plugin")
-        return [HEADLINE[result["case"]], *shown[:-1], f"**{shown[-1]}**", faster, ", ".join(counts)]
+        steps = {run["variant"]: median(run["samples"].get("verl_step_s", [])[1:]) for run in result["runs"]}
+        faster = [f"{found[other] / found['plugin']:.1f}×" if other in found else "–" for other in VARIANTS[:-1]]
+        *others, ours = (seconds(found.get(variant)) for variant in VARIANTS)
+        whole = ", ".join(seconds(steps.get(variant)) for variant in VARIANTS)
+        return [HEADLINE[result["case"]], *others, f"**{ours}**", *faster, whole]
 
-    head = ("model, trainer → rollout", *VARIANTS[:-1], "**plugin**", "faster", "syncs")
+    head = ("model, trainer → rollout", *VARIANTS[:-1], "**plugin**", "faster than stock", "than tuned", "whole step")
     return "\n".join(table(head, map(row, headline(results)))).strip()
 
 
