@@ -75,9 +75,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.2f} s" if value >= 10 else f"{value:.3f} s"
+    return "–" if value is None else f"{value:.2f} s" if value >= 10 else f"{value:.3f} s"
 
 
 def gibibytes(value: int | None) -> str:
