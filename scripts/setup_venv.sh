@@ -14,7 +14,7 @@ die() { echo "setup_venv.sh: $*" >&2; exit 1; }
 pip_install() {
     local attempt
     for attempt in 1 2 3 4; do
-        "$VENV/bin/python" -m pip install --disable-pip-version-check "$@" && return 0
+        "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@" && return 0
         echo "setup_venv.sh: pip failed (attempt $attempt of 4)" >&2
         sleep $((attempt * 5))
     done

@@ -110,7 +110,7 @@ shown() {
 
 # Not in the source tree: Python would prefer the sources here to the installed package
 cd "$WORK"
-echo "quickstart: $STEPS steps of $MAIN, a minute or two; the log goes to $LOG"
+echo "quickstart: $STEPS steps of $MAIN, two to four minutes; the log goes to $LOG"
 status=0
 "$PYTHON" -m "$MAIN" "${overrides[@]}" "$@" 2>&1 | tee "$LOG" | shown || status=$?
 grep -q "step:$STEPS " "$LOG" || { status=$((status ? status : 1)); echo "quickstart: step $STEPS is not in $LOG" >&2; }

@@ -325,7 +325,7 @@ def check_machine(read: Mapping[str, Any], on_cpu: bool) -> Iterator[Finding]:
 
 def _no_gpu(read: Mapping[str, Any], on_cpu: bool) -> Finding:
     if on_cpu:
-        return ok("gpu", "none is used, for the platform is the CPU (VERL_PLATFORM=cpu)")
+        return ok("gpu", "none is used: verl's platform here is the CPU")
     if not read["driver"]:
         text = "no GPU and no driver on this machine: fine for a node that only starts runs"
         remedy = "run the doctor on a node with GPUs, or with --ray on all nodes of a cluster; "
