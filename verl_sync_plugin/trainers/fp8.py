@@ -26,7 +26,7 @@ from verl_sync_plugin.copies.table import QuantizeTable, kernel_works, scales_of
 from verl_sync_plugin.layout.strided import Run, compose
 from verl_sync_plugin.layout.tensors import SCALE, Base, Member, Shard, Slice, View
 from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_name, rank_in
-from verl_sync_plugin.trainers.lora import Excerpt, Merge, excerpt, take_part
+from verl_sync_plugin.trainers.lora import Excerpt, Merge, excerpt, reached, take_part
 from verl_sync_plugin.transport.agreement import Agreement
 
 FP8 = torch.float8_e4m3fn
@@ -121,7 +121,8 @@ class _Unit:
 class QuantizingSource(ParameterSource):
     """Wraps ``inner``; the policy names what is quantized, and the dtype to which values are cast before.
 
-    Peak device memory besides the buckets: 12 bytes per block, and 14 per element of ``LONGEST_CHUNK``.
+    Device memory besides the buckets: 24 bytes per block of the model, with the kernel's tables some 32 more per block
+    of this rank's, without it at most 15 per element of ``LONGEST_CHUNK`` for a while.
     """
 
     prepares = True
@@ -134,11 +135,17 @@ class QuantizingSource(ParameterSource):
         self._bases: tuple[Base, ...] = ()
         self._found: list[Shard] = []
         self._travels: list[tuple[_Unit | None, _Piece | tuple[Base, int]]] = []
-        self._done: set[int] = set()  # units whose scales are those of this sync, by identity
+        self._done: set[int] = set()  # units whose scales are those of this sync, by their first
         self._largest = self._scales = self._inverse = torch.empty(0)
         sizes = {size for block in self._blocks.values() for size in block}
         self._kernel = len(set(self._blocks.values())) == 1 and all(size & (size - 1) == 0 for size in sizes)
-        self._kernel = self._kernel and kernel_works(device)
+        self._kernel = (
+            self._kernel
+            and kernel_works(device)
+            and (
+                device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)  # older ones know no fp8
+            )
+        )
         self._tables: dict[object, QuantizeTable] = {}
 
     def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
@@ -153,10 +160,12 @@ class QuantizingSource(ParameterSource):
     def shards(self) -> list[Shard]:
         self._done.clear()
         self._found = self._inner.shards()
+        self._bases, known = (), self._bases
         self.group = self._inner.group
-        if (bases := tuple(shard.base for shard in self._found)) != self._bases:
+        if (bases := tuple(shard.base for shard in self._found)) != known:
             self._lay_out(bases)
-            self._bases = bases
+        self._bases = bases
+        self._largest.zero_()
         return [self._shard(each) for _, each in self._travels]
 
     def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
@@ -218,7 +227,7 @@ class QuantizingSource(ParameterSource):
             return shard
         first = part.offset if part.count else 0
         inner = shard.merge
-        merge = None if inner is None else lambda part, begin: inner(part, first + begin)
+        merge = None if inner is None else lambda values, begin: inner(values, first + begin)
         fill = None
         if each.weights:
             merge, fill = partial(self._quantized, each, merge), self._fill
@@ -233,41 +242,29 @@ class QuantizingSource(ParameterSource):
     def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
         """Finds the scales of all weights in these bases; of all that are to come, where ``inner`` prepares nothing."""
         wanted = [*bases] if self._inner.prepares else [*bases, *(base for bucket in ahead for base in bucket)]
-        found = {id(unit): unit for base in wanted if (unit := self._travels[base][0]) and id(unit) not in self._done}
-        units = sorted(found.values(), key=lambda unit: unit.first)
+        found = {unit.first: unit for base in wanted if (unit := self._travels[base][0])}
+        units = [found[first] for first in sorted(found.keys() - self._done)]
         needed = {*self._inner_of(bases), *(piece.inner for unit in units for piece in unit.pieces)}
         if self._inner.prepares and needed:
             yield from self._inner.prepare(tuple(sorted(needed)), [self._inner_of(bucket) for bucket in ahead])
         if not units:
             return
-        spans = list[tuple[int, int]]()
-        for unit in units:
-            if spans and spans[-1][1] == unit.first:
-                spans[-1] = spans[-1][0], unit.end
-            else:
-                spans.append((unit.first, unit.end))
-        for first, end in spans:
-            self._largest[first:end].zero_()
         parts = [_Part(piece, 0, piece.part.count, 0) for unit in units for piece in unit.pieces]
         for at in self._run_kernel(parts, self._largest, 0, write=False):
             self._measure(parts[at].piece)
-        largest = torch.cat([self._largest[first:end] for first, end in spans])
+        span = slice(units[0].first, units[-1].end)  # of what lies between, too: it stays, or comes later
+        largest = self._largest[span].clone()
         if self.group is not None:
             yield
             work = dist.all_reduce(largest, dist.ReduceOp.MAX, self.group, async_op=True)
             take_part(work, self._device, self._timeout)
+            reached(self._device, self._timeout)  # what follows may wait for it without a bound
         if self._kernel:
-            scales, inverse = scales_of(largest, LEAST, MOST)
-        else:
-            scales = largest.clamp(min=LEAST) / torch.full(
-                (1,), MOST, device=self._device
-            )  # a number would be inverted
-            inverse = 1.0 / scales
-        for (first, end), *part in zip(
-            spans, *(each.split([b - a for a, b in spans]) for each in (scales, inverse)), strict=True
-        ):
-            self._scales[first:end], self._inverse[first:end] = part
-        self._done.update(map(id, units))  # last: what a failure leaves is no preparation
+            self._scales[span], self._inverse[span] = scales_of(largest, LEAST, MOST)
+        else:  # by a tensor: a number would be inverted
+            self._scales[span] = largest.clamp(min=LEAST) / largest.new_tensor([MOST])
+            self._inverse[span] = 1.0 / self._scales[span]
+        self._done |= found.keys()  # last: what a failure leaves is no preparation
 
     @torch.no_grad()
     def _measure(self, piece: _Piece) -> None:
@@ -350,7 +347,7 @@ class QuantizingSource(ParameterSource):
                 base = np.full_like(first, number)
                 source = first + part.piece.part.offset + part.begin
                 found.append(np.hstack((base, source, first + part.target, bands[:, 1:])))
-        return np.concatenate(found)
+        return np.concatenate([np.empty((0, 8), np.int64), *found])
 
 
 def _rectangles(run: Run, columns: int) -> Iterator[Run]:

@@ -54,7 +54,7 @@ def reached(device: torch.device, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not event.query():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the device did not finish gathering LoRA factors within {seconds:g} s")
+            raise TimeoutError(f"the device did not finish what ranks exchange within {seconds:g} s")
         time.sleep(2e-4)
 
 
