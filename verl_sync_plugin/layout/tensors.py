@@ -149,6 +149,7 @@ class Plan:
 
 
 def align(nbytes: int) -> int:
+    """The next multiple of ``ALIGNMENT``."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -250,6 +251,11 @@ def _merged(spans: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, list[
             places.append(place)
             index += 1
         yield first, end, places, equal
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in a plan, such as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def clean_name(name: str) -> str:

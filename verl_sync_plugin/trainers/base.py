@@ -21,6 +21,7 @@ from verl_sync_plugin.errors import RegistryConflictError
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Run, compose
 from verl_sync_plugin.layout.tensors import SCALE, Base, Bucket, Plan, Shard, layers_of
+from verl_sync_plugin.layout.tensors import dtype_name as dtype_name
 from verl_sync_plugin.lora.peft import is_adapter
 from verl_sync_plugin.transport.agreement import Agreement
 
@@ -185,10 +186,6 @@ def wire_policy(rollout_dtype: str) -> WirePolicy:
 def rank_in(group: dist.ProcessGroup | None) -> int:
     """This rank's place among the owners of a sharded base; 0 where there are no others."""
     return 0 if group is None else dist.get_rank(group)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def trainer_device() -> torch.device:
