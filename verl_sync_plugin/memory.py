@@ -145,13 +145,10 @@ class Room:
 
 
 def note_device_memory(report: SyncReport, device: torch.device, moment: str) -> None:
-    """Notes the device memory that all processes use now, and what of it this process's allocator holds; earlier
-    readings of a moment stay."""
+    """Notes the device memory that all processes use now; earlier readings of a moment stay."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
-        report.device_total_bytes = total
         report.device_used_bytes.setdefault(moment, total - free)
-        report.trainer_reserved_bytes.setdefault(moment, _bytes("reserved", "current"))
 
 
 class PeakMemory:
@@ -169,20 +166,20 @@ class PeakMemory:
         self._host = peak_resident_bytes()
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
-            self._before = _bytes("allocated", "current")
+            self._before = _allocated("current")
 
     def into(self, report: SyncReport) -> None:
         """Writes both peaks, in bytes, and the device's name into a report; a higher value that is there stays."""
         report.peak_host_bytes = max(report.peak_host_bytes, peak_resident_bytes() - self._host)
         if self._cuda:
-            peak = _bytes("allocated", "peak") - self._before
+            peak = _allocated("peak") - self._before
             report.peak_device_bytes = max(report.peak_device_bytes, peak)
             report.origin["device"] = torch.cuda.get_device_name()
 
 
-def _bytes(kind: str, which: str) -> int:
+def _allocated(which: str) -> int:
     """Reads a counter of torch's allocator; ``memory_allocated`` sorts all of them for one."""
-    return int(torch.cuda.memory_stats_as_nested_dict().get(f"{kind}_bytes", {}).get("all", {}).get(which, 0))
+    return int(torch.cuda.memory_stats_as_nested_dict().get("allocated_bytes", {}).get("all", {}).get(which, 0))
 
 
 @contextmanager

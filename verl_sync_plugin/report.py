@@ -82,8 +82,6 @@ class SyncReport:
     no_room: str = ""  # why an engine rank could not find out where its tensors lie
     hashed_tensors: int = 0  # HF tensors whose hashes were compared and equal
     staging_bytes: int = 0  # staging memory that this rank held while it packed or loaded
-    device_total_bytes: int = 0  # memory of the device, 0 for a CPU
-    trainer_reserved_bytes: dict[str, int] = field(default_factory=dict)  # what this rank's allocator holds, by moment
     # ``host``, ``pid``, ``rank``, ``device``, and ``epoch``, which added to a span's start gives seconds since 1970; of
     # the run ``ranks`` and ``engine``, and where there is a trainer ``trainer`` and ``model``
     origin: dict[str, Any] = field(default_factory=dict)
