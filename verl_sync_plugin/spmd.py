@@ -282,8 +282,7 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
 
     def digests(self) -> list[dict[str, str]] | None:
         """Digests of all parameters by name, for each rank of the engine; ``None`` on ranks that own no engine."""
-        found: list[dict[str, str]] | None = self._call("asking for digests", "digests")
-        return found
+        return self._call("asking for digests", "digests")
 
     def reset_weights(self) -> None:
         """Fills all parameters of the engine with random numbers."""

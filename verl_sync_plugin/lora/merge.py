@@ -128,8 +128,7 @@ def _pefts(weight: LoRAWeight, a: torch.Tensor, b: torch.Tensor, **held: Any) ->
         lora_embedding_B={adapter: b},
         **held,
     )
-    delta: torch.Tensor = layer.get_delta_weight(stand_in, adapter)
-    return delta
+    return layer.get_delta_weight(stand_in, adapter)
 
 
 def merge_run(

@@ -274,8 +274,7 @@ class ShardExport:
         parameters stay in host memory and are read there."""
         stock: Any = super().get_per_tensor_param  # type: ignore[misc]
         if not _taken_over:
-            found: tuple[Any, dict[str, Any] | None] = stock(*args, **kwargs)
-            return found
+            return stock(*args, **kwargs)
         return ShardStream(self, lambda: stock(*args, **kwargs)[0]), None
 
 

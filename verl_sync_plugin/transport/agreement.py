@@ -188,8 +188,7 @@ class Agreement:
                     try:
                         next(work)
                     except StopIteration as end:
-                        result: T = end.value
-                        return result
+                        return end.value
                 self.settle(what)
             return None
         finally:
