@@ -25,13 +25,14 @@ Why that is safe:
 from __future__ import annotations
 
 import gc
+import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from verl_sync_plugin.report import SyncReport, peak_resident_bytes
+from verl_sync_plugin.report import SyncReport
 
 LEARNING_SYNCS = 2
 RESERVE_SHARE = 8
@@ -151,30 +152,28 @@ def note_device_memory(report: SyncReport, device: torch.device, moment: str) ->
         report.device_used_bytes.setdefault(moment, total - free)
 
 
-class PeakMemory:
-    """Device and host memory that a sync needs beyond what was held before it.
-
-    The device may fail at any call, so each is made where ranks agree on failures.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._host = peak_resident_bytes()
-        self._before = 0
-
-    def begin(self) -> None:
-        self._host = peak_resident_bytes()
-        if self._cuda:
+@contextmanager
+def measured(
+    report: SyncReport, device: torch.device, attempt: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Around a part of a sync: notes the device and host memory that it needs beyond what was held before it, in bytes,
+    and the device's name; a higher value that is there stays. The device may fail at any call, which ``attempt`` keeps
+    until ranks settle."""
+    cuda, host, before = device.type == "cuda", _peak_resident_bytes(), 0
+    with attempt():
+        if cuda:
             torch.cuda.reset_peak_memory_stats()
-            self._before = _allocated("current")
-
-    def into(self, report: SyncReport) -> None:
-        """Writes both peaks, in bytes, and the device's name into a report; a higher value that is there stays."""
-        report.peak_host_bytes = max(report.peak_host_bytes, peak_resident_bytes() - self._host)
-        if self._cuda:
-            peak = _allocated("peak") - self._before
-            report.peak_device_bytes = max(report.peak_device_bytes, peak)
+            before = _allocated("current")
+    yield
+    with attempt():
+        report.peak_host_bytes = max(report.peak_host_bytes, _peak_resident_bytes() - host)
+        if cuda:
+            report.peak_device_bytes = max(report.peak_device_bytes, _allocated("peak") - before)
             report.origin["device"] = torch.cuda.get_device_name()
+
+
+def _peak_resident_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _allocated(which: str) -> int:
