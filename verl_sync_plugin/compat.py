@@ -179,12 +179,6 @@ def counts_versions(tokenizer_manager: Any) -> bool:
     return hasattr(tokenizer_manager, "update_weight_version")
 
 
-def weight_version(tokenizer_manager: Any) -> str | None:
-    """The version that SGLang reports for its weights now."""
-    version = argument(tokenizer_manager, "weight_version")
-    return None if version is None else str(version)
-
-
 def argument(tokenizer_manager: Any, name: str) -> Any:
     """An argument of a running SGLang; ``None`` for one that this release does not have.
 

@@ -65,22 +65,6 @@ def read_device(device: torch.device) -> DeviceMemory | None:
     return DeviceMemory(free, total, torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
 
 
-def reserve_of(total: int, estimate: Estimate, measured: int = 0) -> int:
-    """Returns the bytes that stay free for what the engine allocates while it generates, on a device of ``total``
-    bytes; ``measured`` is the most that it has taken so far, 0 when unknown."""
-    most = max(total // RESERVE_SHARE, estimate(total))
-    if not measured:
-        return most
-    return min(most, max(total // LEAST_SHARE, MEASURED_TIMES * measured + MEASURED_BESIDE))
-
-
-def must_go(memory: DeviceMemory | None, need: int | None, estimate: Estimate, measured: int = 0) -> bool:
-    """True if the trainer's cache has to be handed back for a resume of ``need`` bytes; ``None`` is unknown."""
-    if memory is None or need is None:
-        return True
-    return memory.cached > 0 and need + reserve_of(memory.total, estimate, measured) > memory.free
-
-
 def release_cache(device: torch.device) -> int:
     """Hands back all that torch has cached of a device and says how many bytes that was; a CPU has no cache."""
     if device.type != "cuda":
@@ -139,10 +123,18 @@ class Room:
         Returns:
             Bytes that went; ``None`` when none had to.
         """
-        grown = self._most.get(resume, 0)
-        need = None if self.learning or grown < 0 else grown + more  # below 0 somebody else freed more
-        gone = self._always or must_go(self._read(), need, self._estimate, self._activations)
-        return release() if gone else None
+        memory, grown = self._read(), self._most.get(resume, 0)
+        if self._always or self.learning or memory is None or grown < 0:  # below 0 somebody else freed more
+            return release()
+        short = grown + more + self._reserve(memory.total) > memory.free
+        return release() if short and memory.cached > 0 else None
+
+    def _reserve(self, total: int) -> int:
+        """The bytes that stay free for what the engine allocates while it generates, on a device of ``total`` bytes."""
+        most = max(total // RESERVE_SHARE, self._estimate(total))
+        if not self._activations:
+            return most
+        return min(most, max(total // LEAST_SHARE, MEASURED_TIMES * self._activations + MEASURED_BESIDE))
 
 
 def note_device_memory(report: SyncReport, device: torch.device, moment: str) -> None:

@@ -197,10 +197,7 @@ def _numbers(runs: Sequence[Run]) -> str:
 
 def _syncs(run: Run) -> str:
     stages = ("phase", *_used(run.syncs))
-    rows = (
-        (str(sync.step), *(seconds(sync.stages[stage]) for stage in stages), sync.slowest.reporter)
-        for sync in run.syncs
-    )
+    rows = [(str(s.step), *(seconds(s.stages[stage]) for stage in stages), s.slowest.reporter) for s in run.syncs]
     return _table("syncs", ("step", *stages, "slowest reporter"), rows)
 
 

@@ -162,11 +162,8 @@ def check_hooks(hooks: Mapping[str, Callable[[], Iterable[Entry]]], versions: do
             first = _first(error)
             alike.setdefault(f"{type(first).__name__}: {first}", (error, []))[1].append(name)
         else:
-            text, remedy = (
-                "; ".join(wrong),
-                REINSTALL if any(each.endswith(NOT_THERE) for each in wrong) else OTHER_PLUGIN,
-            )
-            yield problem(f"hook/{name}", text, remedy) if wrong else ok(f"hook/{name}", "active")
+            remedy = REINSTALL if any(each.endswith(NOT_THERE) for each in wrong) else OTHER_PLUGIN
+            yield problem(f"hook/{name}", "; ".join(wrong), remedy) if wrong else ok(f"hook/{name}", "active")
     for cause, names in alike.values():
         missing = getattr(_first(cause), "name", None) if isinstance(_first(cause), ModuleNotFoundError) else None
         package = (missing or "").partition(".")[0]

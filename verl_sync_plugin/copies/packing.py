@@ -201,8 +201,9 @@ class Packer:
         """
         bucket = self.plan.buckets[index]
         origin = self.plan.origin(bucket, self.rank)
+        segment = memory.narrow(0, segment_of(bucket, self.rank) * bucket.stride - origin, bucket.stride)
         if not self._kernel:
-            pack_segment(memory, bucket, shards, segment_of(bucket, self.rank), origin)
+            pack_slices(segment, bucket.slices, shards)
             self._read_plain(index, memory, origin)
             return
         table = self._tables.get(index)
@@ -210,7 +211,6 @@ class Packer:
             table = self._tables[index] = PackTable(self.plan, [bucket], self.rank, self._tensors, self._device)
         table.found.look(shards)
         table.refresh()
-        segment = memory.narrow(0, segment_of(bucket, self.rank) * bucket.stride - origin, bucket.stride)
         pack_slices(segment, table.alone, shards)
         table.run(memory.data_ptr() - origin, self._sums, self._flags)
 
@@ -322,16 +322,3 @@ def chunks_of(count: int) -> Iterator[tuple[int, int]]:
         length = count - begin if count - begin <= LONGEST_CHUNK else MERGE_CHUNK
         yield begin, length
         begin += length
-
-
-def pack_segment(memory: torch.Tensor, bucket: Bucket, shards: list[Shard], rank: int, origin: int = 0) -> None:
-    """Fills segment ``rank`` of a bucket, one slice after another.
-
-    Args:
-        memory: the slot.
-        bucket: what goes where.
-        shards: all shards of this rank, by base index.
-        rank: this rank's place in the group.
-        origin: the byte of the bucket that the slot begins with.
-    """
-    pack_slices(memory.narrow(0, rank * bucket.stride - origin, bucket.stride), bucket.slices, shards)

@@ -165,9 +165,8 @@ class Member:
     strides: tuple[int, ...] | None = None
 
 
-@dataclass(
-    slots=True, eq=False
-)  # not frozen: thousands are made in every sync, and that would take three times as long
+# Not frozen: thousands are made in every sync, and that would take three times as long
+@dataclass(slots=True, eq=False)
 class Shard:
     """One base with access to this rank's run of it. Never changed.
 
