@@ -350,7 +350,7 @@ def _sent(folder: str, config: Any) -> list[Finding]:
     model, names = config.actor_rollout_ref.model, given.architectures or [type(module).__name__]
     served = bool(lora_rank_of(model)) and not model.lora.get("merge", False)
     what = "the first sync sends the base, and each an adapter: " if served else "a sync sends "
-    sends = f"{plan.tensor_count} tensors, {size_text(plan.nbytes)} as {rollout.dtype}, in buckets of {megabytes} MiB"
+    sends = f"{len(plan.names)} tensors, {size_text(plan.nbytes)} as {rollout.dtype}, in buckets of {megabytes} MiB"
     if quantization := rollout.get("quantization", None):
         sends += f"; in the first sync the engine says which of them it keeps in {quantization}"
 

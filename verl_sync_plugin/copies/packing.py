@@ -204,7 +204,7 @@ class Packer:
         segment = memory.narrow(0, segment_of(bucket, self.rank) * bucket.stride - origin, bucket.stride)
         if not self._kernel:
             pack_slices(segment, bucket.slices, shards)
-            self._read_plain(index, memory, origin)
+            self._read_plain(bucket, memory, origin)
             return
         table = self._tables.get(index)
         if table is None:
@@ -232,15 +232,12 @@ class Packer:
         self._whole.refresh()
         self._whole.run(0, self._sums, self._flags, copy=False)
 
-    def _read_plain(self, index: int, memory: torch.Tensor, origin: int) -> None:
-        for hull in hulls_in_segment(self.plan.buckets[index], self.rank):
+    def _read_plain(self, bucket: Bucket, memory: torch.Tensor, origin: int) -> None:
+        """Hashes what this rank has packed, and flags the tensors with a NaN or Inf in it; costs a read more than the
+        kernel."""
+        for hull in hulls_in_segment(bucket, self.rank):
             data = memory[hull.first - origin : hull.end - origin]
             self._sums[self._tensors[hull.names[0]]] += hash_bytes(data, hull.first)
-        self._flag_plain(index, memory, origin)
-
-    def _flag_plain(self, index: int, memory: torch.Tensor, origin: int) -> None:
-        """Flags the tensors with a NaN or Inf in what this rank has packed; costs a read, which the kernel does not."""
-        bucket = self.plan.buckets[index]
         low = segment_of(bucket, self.rank) * bucket.stride
         for entry in bucket.entries:
             dtype = getattr(torch, entry.dtype)

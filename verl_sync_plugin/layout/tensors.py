@@ -143,10 +143,6 @@ class Plan:
         """All tensors, tied ones under each of their names."""
         return frozenset(view.name for base in self.bases for view in base.views)
 
-    @property
-    def tensor_count(self) -> int:
-        return len(self.names)
-
 
 def align(nbytes: int) -> int:
     """The next multiple of ``ALIGNMENT``."""

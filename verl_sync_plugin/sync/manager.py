@@ -266,7 +266,7 @@ class ShardingManager(BaseShardingManager):
         report, source = self.report, self.source
         assert source is not None, "opened"
         report.bucket_bytes = self._bucket_bytes or plan.slot_bytes
-        report.nbytes, report.buckets, report.tensors = plan.nbytes, len(plan.buckets), plan.tensor_count
+        report.nbytes, report.buckets, report.tensors = plan.nbytes, len(plan.buckets), len(plan.names)
         return Sync(plan, source, shards, report, senders, verified, self.keeps_staging)
 
     async def wake(self, tags: list[str], meanwhile: Callable[[], None]) -> None:
@@ -350,7 +350,7 @@ class ShardingManager(BaseShardingManager):
             if self.meeting.pending is not None:
                 report.stages = {"sleep": await self.endpoint.answered(self.meeting.pending), **report.stages}
         comparison.compare(weighed)
-        report.hashed_tensors = sync.plan.tensor_count
+        report.hashed_tensors = len(sync.plan.names)
         report.coverage_expected = comparison.kept
         report.coverage_missing = len(comparison.unwritten)
         if sync.verified:
