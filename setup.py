@@ -39,7 +39,12 @@ class Sdist(sdist):
 
 
 setup(
-    packages=[*find_packages(include=["verl_sync_plugin", "verl_sync_plugin.*"]), CONFIGS, f"{CONFIGS}.sync"],
+    packages=[
+        *find_packages(include=["verl_sync_plugin", "verl_sync_plugin.*"]),
+        CONFIGS,
+        f"{CONFIGS}.sync",
+        f"{CONFIGS}.hydra.callbacks",
+    ],
     package_dir={CONFIGS: "configs"},
     package_data={"": ["py.typed", "*.yaml"]},
     cmdclass={"build_py": BuildPy, "sdist": Sdist},

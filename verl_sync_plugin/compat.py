@@ -53,8 +53,9 @@ def version_of(package: str) -> str:
         return ""
 
 
+@functools.cache
 def too_old() -> bool:
-    """True if this process has, or would import, a verl older than 0.9; one line on stderr then says so.
+    """True if this process has, or would import, a verl older than 0.9; one line on stderr then says so, once.
 
     Such a verl knows no entry points, so it loads the plugin only where ``VERL_USE_EXTERNAL_MODULES`` names it.
     """
@@ -66,18 +67,13 @@ def too_old() -> bool:
             return False
     except InvalidVersion:
         return False
-    _say_too_old(version)
-    return True
-
-
-@functools.cache
-def _say_too_old(version: str) -> None:
     print(
         f"verl-sync-plugin: verl 0.9 or newer is needed, and verl {version} is installed: pip install verl==0.9.1, "
         "or uninstall verl-sync-plugin and take it out of VERL_USE_EXTERNAL_MODULES",
         file=sys.stderr,
         flush=True,
     )
+    return True
 
 
 @contextmanager
@@ -181,12 +177,6 @@ def counts_versions(tokenizer_manager: Any) -> bool:
     """True if SGLang itself says which tokens of an answer are of which weights (``weight_versions``): its schedulers
     do so since 0.5.19, if they get every version."""
     return hasattr(tokenizer_manager, "update_weight_version")
-
-
-def weight_version(tokenizer_manager: Any) -> str | None:
-    """The version that SGLang reports for its weights now."""
-    version = argument(tokenizer_manager, "weight_version")
-    return None if version is None else str(version)
 
 
 def argument(tokenizer_manager: Any, name: str) -> Any:

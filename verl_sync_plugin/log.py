@@ -4,13 +4,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
 def say(text: str) -> None:
     """Prints one line that names the process it comes from."""
     print(f"[verl-sync-plugin] pid {os.getpid()} {text}", flush=True)
+
+
+def some(names: Sequence[str], most: int = 5) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def by_reason(what: str, found: Iterable[tuple[str, str]]) -> list[str]:
+    """A line for each reason, of ``found``: names, each with its reason."""
+    names = defaultdict[str, list[str]](list)
+    for name, why in found:
+        names[why].append(name)
+    return [f"{what}: {some(each)} ({why})" for why, each in names.items()]
 
 
 def say_unused(method: str, arguments: Mapping[str, Any]) -> None:

@@ -25,13 +25,14 @@ Why that is safe:
 from __future__ import annotations
 
 import gc
+import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from verl_sync_plugin.report import SyncReport, peak_resident_bytes
+from verl_sync_plugin.report import SyncReport
 
 LEARNING_SYNCS = 2
 RESERVE_SHARE = 8
@@ -62,22 +63,6 @@ def read_device(device: torch.device) -> DeviceMemory | None:
         return None
     free, total = torch.cuda.mem_get_info()
     return DeviceMemory(free, total, torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
-
-
-def reserve_of(total: int, estimate: Estimate, measured: int = 0) -> int:
-    """Returns the bytes that stay free for what the engine allocates while it generates, on a device of ``total``
-    bytes; ``measured`` is the most that it has taken so far, 0 when unknown."""
-    most = max(total // RESERVE_SHARE, estimate(total))
-    if not measured:
-        return most
-    return min(most, max(total // LEAST_SHARE, MEASURED_TIMES * measured + MEASURED_BESIDE))
-
-
-def must_go(memory: DeviceMemory | None, need: int | None, estimate: Estimate, measured: int = 0) -> bool:
-    """True if the trainer's cache has to be handed back for a resume of ``need`` bytes; ``None`` is unknown."""
-    if memory is None or need is None:
-        return True
-    return memory.cached > 0 and need + reserve_of(memory.total, estimate, measured) > memory.free
 
 
 def release_cache(device: torch.device) -> int:
@@ -138,51 +123,54 @@ class Room:
         Returns:
             Bytes that went; ``None`` when none had to.
         """
-        grown = self._most.get(resume, 0)
-        need = None if self.learning or grown < 0 else grown + more  # below 0 somebody else freed more
-        gone = self._always or must_go(self._read(), need, self._estimate, self._activations)
-        return release() if gone else None
+        memory, grown = self._read(), self._most.get(resume, 0)
+        if self._always or self.learning or memory is None or grown < 0:  # below 0 somebody else freed more
+            return release()
+        short = grown + more + self._reserve(memory.total) > memory.free
+        return release() if short and memory.cached > 0 else None
+
+    def _reserve(self, total: int) -> int:
+        """The bytes that stay free for what the engine allocates while it generates, on a device of ``total`` bytes."""
+        most = max(total // RESERVE_SHARE, self._estimate(total))
+        if not self._activations:
+            return most
+        return min(most, max(total // LEAST_SHARE, MEASURED_TIMES * self._activations + MEASURED_BESIDE))
 
 
 def note_device_memory(report: SyncReport, device: torch.device, moment: str) -> None:
-    """Notes the device memory that all processes use now, and what of it this process's allocator holds; earlier
-    readings of a moment stay."""
+    """Notes the device memory that all processes use now; earlier readings of a moment stay."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info()
-        report.device_total_bytes = total
         report.device_used_bytes.setdefault(moment, total - free)
-        report.trainer_reserved_bytes.setdefault(moment, _bytes("reserved", "current"))
 
 
-class PeakMemory:
-    """Device and host memory that a sync needs beyond what was held before it.
-
-    The device may fail at any call, so each is made where ranks agree on failures.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._host = peak_resident_bytes()
-        self._before = 0
-
-    def begin(self) -> None:
-        self._host = peak_resident_bytes()
-        if self._cuda:
+@contextmanager
+def measured(
+    report: SyncReport, device: torch.device, attempt: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Around a part of a sync: notes the device and host memory that it needs beyond what was held before it, in bytes,
+    and the device's name; a higher value that is there stays. The device may fail at any call, which ``attempt`` keeps
+    until ranks settle."""
+    cuda, host, before = device.type == "cuda", _peak_resident_bytes(), 0
+    with attempt():
+        if cuda:
             torch.cuda.reset_peak_memory_stats()
-            self._before = _bytes("allocated", "current")
-
-    def into(self, report: SyncReport) -> None:
-        """Writes both peaks, in bytes, and the device's name into a report; a higher value that is there stays."""
-        report.peak_host_bytes = max(report.peak_host_bytes, peak_resident_bytes() - self._host)
-        if self._cuda:
-            peak = _bytes("allocated", "peak") - self._before
-            report.peak_device_bytes = max(report.peak_device_bytes, peak)
+            before = _allocated("current")
+    yield
+    with attempt():
+        report.peak_host_bytes = max(report.peak_host_bytes, _peak_resident_bytes() - host)
+        if cuda:
+            report.peak_device_bytes = max(report.peak_device_bytes, _allocated("peak") - before)
             report.origin["device"] = torch.cuda.get_device_name()
 
 
-def _bytes(kind: str, which: str) -> int:
+def _peak_resident_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _allocated(which: str) -> int:
     """Reads a counter of torch's allocator; ``memory_allocated`` sorts all of them for one."""
-    return int(torch.cuda.memory_stats_as_nested_dict().get(f"{kind}_bytes", {}).get("all", {}).get(which, 0))
+    return int(torch.cuda.memory_stats_as_nested_dict().get("allocated_bytes", {}).get("all", {}).get(which, 0))
 
 
 @contextmanager

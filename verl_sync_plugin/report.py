@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import socket
 import threading
 import time
@@ -82,8 +81,6 @@ class SyncReport:
     no_room: str = ""  # why an engine rank could not find out where its tensors lie
     hashed_tensors: int = 0  # HF tensors whose hashes were compared and equal
     staging_bytes: int = 0  # staging memory that this rank held while it packed or loaded
-    device_total_bytes: int = 0  # memory of the device, 0 for a CPU
-    trainer_reserved_bytes: dict[str, int] = field(default_factory=dict)  # what this rank's allocator holds, by moment
     # ``host``, ``pid``, ``rank``, ``device``, and ``epoch``, which added to a span's start gives seconds since 1970; of
     # the run ``ranks`` and ``engine``, and where there is a trainer ``trainer`` and ``model``
     origin: dict[str, Any] = field(default_factory=dict)
@@ -158,25 +155,16 @@ class SyncReport:
 
     def line(self) -> str:
         """The sync in one line that fits a terminal; everything else is in the report file and in verl's metrics."""
-        size = f"{self.nbytes / 1e9:.2f} GB" if self.nbytes >= 1e8 else f"{self.nbytes / 1e6:.2f} MB"
+        cost = f"{self.phase_seconds:.3f} s, {self.tensors} tensors, {size_text(self.nbytes)}"
         proof = f"verified {self.verified_tensors}" if self.verified_tensors else f"hashed {self.hashed_tensors}"
-        parts = [
-            f"{self.phase_seconds:.3f} s",
-            f"{self.tensors} tensors",
-            size,
-            self.delivery or "the adapter alone",
-            proof,
-        ]
-        if self.not_comparable:
-            parts.append(f"{self.not_comparable} not comparable")
-        if self.no_room:
-            parts.append("no memory to verify")
-        return f"sync of step {self.global_steps}: {', '.join(parts)}"
+        proof += f", {self.not_comparable} not comparable" if self.not_comparable else ""
+        proof += ", no memory to verify" if self.no_room else ""
+        return f"sync of step {self.global_steps}: {cost}, {self.delivery or 'the adapter alone'}, {proof}"
 
 
-def peak_resident_bytes() -> int:
-    """This process's peak resident set so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def size_text(nbytes: float) -> str:
+    """A size for people, in MB or GB."""
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
 
 
 def write_report(report: SyncReport) -> None:

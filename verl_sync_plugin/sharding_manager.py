@@ -15,16 +15,12 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound="type[ShardingManager]")
 
-# By verl's actor strategy and ``rollout.name``: the manager's name in logs, and the backend that it has, which is
-# imported when it is asked for: other processes do not pay for torch
+# By verl's actor strategy and ``rollout.name``: the manager's name in logs, and the backend that it has, by its module
+# in ``trainers``, which is imported when it is asked for: other processes do not pay for torch
 _BUILT_IN = {
-    ("fsdp", "sglang"): ("FSDPSGLangShardingManager", "verl_sync_plugin.trainers.fsdp", "FSDP1Trainer"),
-    ("fsdp2", "sglang"): ("FSDP2SGLangShardingManager", "verl_sync_plugin.trainers.fsdp", "FSDP2Trainer"),
-    ("megatron", "sglang"): (
-        "MegatronSGLangShardingManager",
-        "verl_sync_plugin.trainers.megatron.trainer",
-        "MegatronTrainer",
-    ),
+    ("fsdp", "sglang"): ("FSDPSGLangShardingManager", "fsdp", "FSDP1Trainer"),
+    ("fsdp2", "sglang"): ("FSDP2SGLangShardingManager", "fsdp", "FSDP2Trainer"),
+    ("megatron", "sglang"): ("MegatronSGLangShardingManager", "megatron.trainer", "MegatronTrainer"),
 }
 _managers: dict[tuple[str, str], type[ShardingManager]] = {}
 
@@ -62,8 +58,9 @@ def get_sharding_manager(trainer: str, rollout: str) -> type[ShardingManager]:
     if pair not in _managers and pair in _BUILT_IN:
         from verl_sync_plugin.sync.manager import ShardingManager
 
-        name, module, backend = _BUILT_IN[pair]
-        _managers[pair] = type(name, (ShardingManager,), {"backend": getattr(importlib.import_module(module), backend)})
+        name, file, backend = _BUILT_IN[pair]
+        module = importlib.import_module(f"verl_sync_plugin.trainers.{file}")
+        _managers[pair] = type(name, (ShardingManager,), {"backend": getattr(module, backend)})
     if pair not in _managers:
         known = ", ".join(f"{t}->{r}" for t, r in sorted({*_managers, *_BUILT_IN}))
         raise ValueError(

@@ -282,13 +282,11 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
 
     def digests(self) -> list[dict[str, str]] | None:
         """Digests of all parameters by name, for each rank of the engine; ``None`` on ranks that own no engine."""
-        found: list[dict[str, str]] | None = self._call("asking for digests", "digests")
-        return found
+        return self._call("asking for digests", "digests")
 
-    def check_weights(self, action: str) -> dict[str, str] | None:
-        """An action of the engine's own checker of weights, and its answer for the first rank's parameters."""
-        found: dict[str, str] | None = self._call(action, "check_weights", action)
-        return found
+    def reset_weights(self) -> None:
+        """Fills all parameters of the engine with random numbers."""
+        self._call("resetting the weights", "reset_weights")
 
     def _refuse_closed(self) -> None:
         if self._closed:

@@ -38,7 +38,7 @@ from verl_sync_plugin.layout.load_map import (
     wire_dtypes,
 )
 from verl_sync_plugin.layout.tensors import SCALE, Plan, numbers_of
-from verl_sync_plugin.log import say
+from verl_sync_plugin.log import by_reason, say, some
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed
 
@@ -151,16 +151,16 @@ class Comparison:
     def _refuse(self, tensors: _Tensors, maps: list[LoadMap], layers: str) -> None:
         names = tensors.names
         if found := unused(tensors.entries, tensors.owners, maps):
-            shown = ", ".join(f"{names[number]} ({lacks} of {of} bytes)" for number, lacks, of in found[:NAMED])
+            shown = some([f"{names[number]} ({lacks} of {of} bytes)" for number, lacks, of in found])
             if all(names[number].endswith(SCALE) for number, *_ in found):
                 raise ValueError(
-                    f"{maps[0].model} drops the scales of {len(found)} weights that it keeps in fp8: {shown}"
-                    f"{_more(found)}. It would compute with random ones, and so it would with stock verl, which does "
+                    f"{maps[0].model} drops the scales of {len(found)} weights that it keeps in fp8: {shown}. "
+                    f"It would compute with random ones, and so it would with stock verl, which does "
                     "not notice. Remove actor_rollout_ref.rollout.quantization=fp8, or use another model."
                 )
             raise ValueError(
                 f"{maps[0].model} leaves out {len(found)} of the {len(names)} tensors that the trainer sends: "
-                f"{shown}{_more(found)}. {layers}It would generate from other weights than are trained, and so it "
+                f"{shown}. {layers}It would generate from other weights than are trained, and so it "
                 "would with stock verl, which does not notice. Use a model that the engine takes in whole; or, if what "
                 f"is left out does not matter, {TURN_OFF}."
             )
@@ -216,11 +216,8 @@ class Comparison:
 
     def _say_what_is_compared(self, found: LoadMap) -> None:
         self._say(f"of {len(self._names)} tensors sent {len(self.compared)} are found again in the engine's parameters")
-        of_reason: dict[str, list[str]] = {}
-        for name, why in self.left_out.items():
-            of_reason.setdefault(why, []).append(name)
-        for why, names in of_reason.items():
-            self._say(f"not comparable: {', '.join(names[:NAMED])}{_more(names)} ({why})")
+        for line in by_reason("not comparable", self.left_out.items()):
+            self._say(line)
         if unproven := unwritten(msgspec.structs.replace(found, theirs=())):
             self._say(f"{len(unproven)} engine parameters are not proven whole: {_elements(unproven)}")
 
@@ -261,7 +258,7 @@ class Comparison:
         sent, read, *held = total.reshape(weighed.shape)
         if names := self._unequal(sent, read, self._read.times):
             raise SyncError(
-                f"weight sync failed: the bytes of {', '.join(names[:NAMED])}{_more(names)} changed on the way to the "
+                f"weight sync failed: the bytes of {some(names)} changed on the way to the "
                 "engine. The memory between trainer and engine is not reliable, or something overwrote a bucket in "
                 "use, or replicas of the trainer differ. Trainer weights are unchanged. "
                 f"Look at the machine's log (ECC, Xid); {TURN_OFF} to compare."
@@ -269,7 +266,7 @@ class Comparison:
         if held and (names := self._unequal(sent, held[0], self._held.times)):
             raise SyncError(
                 f"weight sync failed: the engine's parameters do not hold what was sent of "
-                f"{', '.join(names[:NAMED])}{_more(names)}. They were changed while they were copied or after it, or a "
+                f"{some(names)}. They were changed while they were copied or after it, or a "
                 f"copy went elsewhere. Trainer weights are unchanged. {KEY_PREFIX}.verify=never stops comparing."
             )
 
@@ -363,10 +360,6 @@ def _layers_differ(ours: int, maps: list[LoadMap]) -> str:
     if not (ours and theirs) or ours == theirs:
         return ""
     return f"The trainer's model has {ours} layers, the engine's {theirs} (num_hidden_layers). "
-
-
-def _more(found: Sequence[object]) -> str:
-    return f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
 
 
 def _elements(missing: Sequence[tuple[Kept, int, int]]) -> str:

@@ -208,15 +208,15 @@ def outcome(
     plan, comparison = manager.planned, manager.comparison
     assert plan is not None and comparison.map is not None
     left = comparison.map.left
-    assert manager.report.replayed_tensors == plan.tensor_count - len(left)
-    how = _how({str(each.tensor): each.why for each in left}, plan.tensor_count)
+    assert manager.report.replayed_tensors == len(plan.names) - len(left)
+    how = _how({str(each.tensor): each.why for each in left}, len(plan.names))
     kept = [each.name for each, *_ in comparison.unwritten]
     known = SGLangModel(engine, rank)
     why = {reason for name in plan.names if (reason := known.why_skipped(name))}
     return "; ".join(
         [
             how,
-            *_not_compared(comparison, plan.tensor_count),
+            *_not_compared(comparison, len(plan.names)),
             *([f"{', '.join(kept)} left to the engine's host copy"] if kept else []),
             *(f"some left alone: {reason}" for reason in sorted(why)),
         ]

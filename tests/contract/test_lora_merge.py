@@ -30,7 +30,7 @@ from contract.fsdp_models import (
     torchs_own_state,
 )
 from contract.reading import WAYS, State, within_one_ulp
-from verl_sync_plugin.lora.peft import Adapters, Kind, is_adapter
+from verl_sync_plugin.lora.peft import Adapters, is_adapter
 from verl_sync_plugin.trainers.naming import verl_rewrite
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -123,7 +123,7 @@ def merge_and_compare(variant: Variant, layout: Layout) -> None:
     if layout.units:
         assert {type(each).__name__ for each in module.modules()} >= {"FSDPLinear", "FSDPEmbedding"}
         weights = Adapters(module).weights
-        assert weights and all(weight.plain is (weight.kind is Kind.LINEAR) for weight in weights)
+        assert weights and all(weight.plain is (weight.kind == "linear") for weight in weights)
 
 
 def replicated() -> Iterator[Any]:

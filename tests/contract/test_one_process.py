@@ -414,7 +414,7 @@ def parameters_stay_mapped(checkpoint: str, folder: str) -> None:
             place.sync()
         assert place.model.holds(place.source.weights)
         (session,) = loader._sessions.values()
-        assert (place.manager.report.direct_bytes > 0) is direct is bool(session._regions.mapped), place.manager.report
+        assert (place.manager.report.direct_bytes > 0) is direct is bool(session._regions._mapped), place.manager.report
         assert look is half_gone or mapped() == (2 * own if direct else own)
     place.close()
 

@@ -42,7 +42,7 @@ def proven(command: list[str], model: str, *options: str, tp: int = 1) -> tuple[
 
 
 def test_a_sync_of_the_checkpoint_itself_is_proven(tiny_model: Callable[[str], str]) -> None:
-    code, found = proven(["-m", "verl_sync_plugin.cli"], tiny_model("qwen2"), "--syncs", "2", "--tokens", "4")
+    code, found = proven(["-m", "verl_sync_plugin.cli"], tiny_model("qwen2"), "--syncs", "2")
     assert code == 0 and found["passed"], found
     names = [check["check"] for check in found["checks"]]
     assert names[:4] == ["SGLang's own load", "reset 1", "sync 1 (replayed)", "sync 1, its own proof"]
@@ -51,7 +51,7 @@ def test_a_sync_of_the_checkpoint_itself_is_proven(tiny_model: Callable[[str], s
 
 @pytest.mark.extended
 def test_an_engine_of_two_ranks_is_proven(tiny_model: Callable[[str], str]) -> None:
-    code, found = proven(["-m", "verl_sync_plugin.cli"], tiny_model("qwen2"), "--syncs", "2", "--tokens", "4", tp=2)
+    code, found = proven(["-m", "verl_sync_plugin.cli"], tiny_model("qwen2"), "--syncs", "2", tp=2)
     assert code == 0 and found["passed"] and found["compared"] > 0 == found["not_comparable"], found
     found_by = {check["check"]: check["found"] for check in found["checks"]}
     assert "parameters of 2 ranks" in found_by["SGLang's own load"]
@@ -64,7 +64,7 @@ def test_a_trainer_with_other_weights_is_found(tp: int, tiny_model: Callable[[st
     """The second rank of two has the element that is another: the columns of this weight are shared out."""
     script = tmp_path / "other.py"
     script.write_text(OTHER_TRAINER.replace("[3, 5]", "[3, -5]"))
-    code, found = proven([str(script)], tiny_model("qwen2"), "--syncs", "1", "--tokens", "4", tp=tp)
+    code, found = proven([str(script)], tiny_model("qwen2"), "--syncs", "1", tp=tp)
     (wrong,) = [check for check in found["checks"] if not check["passed"]]
     assert code == 1 and not found["passed"]
     assert f"other: model.layers.1.mlp.down_proj.weight of rank {tp - 1}" in wrong["found"]

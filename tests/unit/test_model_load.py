@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from receiving import BF16, WORLD, Engine, Sender, Weights, memory_for
-from verl.workers.rollout.sglang_rollout.utils import DEEPSEEK_V4_FUSION_GROUPS
 
 from verl_sync_plugin.copies.copier import Copier
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
@@ -152,7 +151,7 @@ class Adding(torch.nn.Module):
             self.held[name.replace(".", "/")].data.copy_(tensor.add_(1))
 
 
-PAIRS = [("q_a_proj.weight", "kv_a_proj_with_mqa.weight"), *((a[1:], b[1:]) for a, b in DEEPSEEK_V4_FUSION_GROUPS)]
+PAIRS = [(f"q_a_proj.{kind}", f"kv_a_proj_with_mqa.{kind}") for kind in ("weight", "weight_scale_inv")]
 FIRST, SECOND = PAIRS[0]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from verl_sync_plugin.copies import packing, plain
-from verl_sync_plugin.copies.packing import Packer, pack_segment
+from verl_sync_plugin.copies.packing import Packer, pack_slices
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, Plan, Shard, View, hulls_of, numbers_of
 
@@ -87,7 +87,7 @@ def test_tables_pack_what_slices_pack(rank: int, bucket_bytes: int, sharded: boo
             memory, expected = (torch.zeros(staged + 16, dtype=torch.uint8) for _ in range(2))
             memory, expected = (m[-m.data_ptr() % 16 :][:staged] for m in (memory, expected))
             packer.pack(index, memory, mine)
-            pack_segment(expected, bucket, mine, place, origin)
+            pack_slices(expected.narrow(0, place * bucket.stride - origin, bucket.stride), bucket.slices, mine)
             for hull in hulls_of(bucket.entries, place * bucket.stride, (place + 1) * bucket.stride):
                 part = slice(hull.first - origin, hull.end - origin)
                 assert torch.equal(memory[part], expected[part]), (bucket.entries, hull)
@@ -107,10 +107,10 @@ def test_what_is_merged_in_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -
     mine = [shard("merged", run, "float32", (640,), merge=note)]
     plan = plan_buckets((mine[0].base,), 1 << 20)
     whole, parts = (torch.zeros(plan.buckets[0].nbytes, dtype=torch.uint8) for _ in range(2))
-    pack_segment(whole, plan.buckets[0], mine, 0)
+    pack_slices(whole, plan.buckets[0].slices, mine)
     monkeypatch.setattr(packing, "MERGE_CHUNK", chunk)
     monkeypatch.setattr(packing, "LONGEST_CHUNK", chunk + chunk // 2)
-    pack_segment(parts, plan.buckets[0], mine, 0)
+    pack_slices(parts, plan.buckets[0].slices, mine)
     assert torch.equal(parts, whole) and torch.equal(parts.view(torch.float32)[:640], 3 * run)
     assert merged[0] == sum(merged[1:]) == 640 and max(merged[1:]) <= chunk + chunk // 2
     assert min(merged[1:]) > chunk // 2, "a short rest by itself"

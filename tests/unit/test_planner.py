@@ -177,7 +177,7 @@ def test_bounds_and_metadata(model: Model) -> None:
     assert travels == {n: base.numel for n, base in enumerate(bases) if base.numel}, "also what has two names"
     assert plan.slot_bytes == max((bucket.nbytes for bucket in plan.buckets), default=0)
     assert plan.nbytes == sum(bucket.nbytes for bucket in plan.buckets)
-    assert plan.tensor_count == len(described)
+    assert len(plan.names) == len(described)
     assert plan == plan_buckets(tuple(bases), bucket_bytes), "planning is not deterministic"
 
 

@@ -226,10 +226,7 @@ def probe(overrides: Sequence[str], platform: str) -> dict[str, Any]:
             why = f"it took more than {PROBE_SECONDS} s"
         if path.is_file():
             return dict(json.loads(path.read_text()))
-    text, remedy = (
-        f"a fresh process that imports verl ended: {why}",
-        "run python -c 'import verl' and look at its traceback",
-    )
+    text, remedy = f"a fresh process that imports verl ended: {why}", "look at the traceback of python -c 'import verl'"
     return {"verl": None, "run": None, "findings": [asdict(problem("import", text, remedy))]}
 
 
@@ -291,9 +288,7 @@ def check_machine(read: Mapping[str, Any], on_cpu: bool) -> Iterator[Finding]:
             text = f"GPUs cannot read each other's memory ({', '.join(missing)}): syncs of several GPUs are slower"
             yield warning("peer-access", text, "look at nvidia-smi topo -p2p r, and turn off ACS in the BIOS or the VM")
         if read["cuda_ipc"]:
-            remedy = (
-                "share the host's IPC and PID namespace (Docker: --ipc=host), with trainer and engine in one container"
-            )
+            remedy = "share the host's IPC and PID namespace (Docker: --ipc=host); trainer and engine in one container"
             yield problem("cuda-ipc", f"another process cannot open memory of GPU 0: {read['cuda_ipc']}", remedy)
         else:
             yield ok("cuda-ipc", "another process read what this one wrote on GPU 0")

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 BARS = 120  # of a chart at most; of more syncs a bar stands for several
 OUTLIER = 4  # times the median of the bars: what is slower does not set the height of the chart
-MOMENTS = ("asleep", "weights", "synced", "room", "awake")  # of device memory, in the order of a sync
-COLOURS = ("#7a67c7", "#b9b2dd", "#2f7fc9", "#e0702c", "#93683a", "#d3b45c", "#9aa3ad", "#1f9484")
-STAGE_COLOURS = dict(zip(PHASE_STAGES, COLOURS, strict=True))
+_COLOURS = "#7a67c7", "#b9b2dd", "#2f7fc9", "#e0702c", "#93683a", "#d3b45c", "#9aa3ad", "#1f9484"
+STAGE_COLOURS = dict(zip(PHASE_STAGES, _COLOURS, strict=True))
 # Fields that are 0 or empty in every report of a healthy run, and what a sync did where one is not
 WRONG = {
     "coverage_missing": "left parameters of the engine unwritten",
@@ -113,8 +112,6 @@ def _charts(runs: Sequence[Run]) -> str:
         charts.append((3.4, partial(_draw_syncs, runs)))
     for sync, which in reversed({id(sync): (sync, which) for sync, which in inside}.values()):
         charts.append((0.8 + 0.22 * len(_lanes(sync)), partial(_draw_stages, sync, which)))
-    if moments := [moment for moment in MOMENTS if moment in run.syncs[-1].slowest.device_used_bytes]:
-        charts.append((0.8 + 0.26 * len(moments), partial(_draw_memory, run, moments)))
     heights, out = [height for height, _ in charts], io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "font.size": 9, "axes.titlelocation": "left"}):
         figure = Figure(figsize=(10.4, sum(heights)))
@@ -168,7 +165,8 @@ def _draw_stages(sync: Sync, which: str, axes: Axes) -> None:
     for row, lane in enumerate(lanes):
         own = [(start - zero, length) for stage, start, length in spans if stage == lane]
         axes.broken_barh(own, (row - 0.4, 0.8), color=STAGE_COLOURS.get(lane, "#444b53"))
-    _name_rows(axes, [f"{lane}  {seconds(total)}" for lane, total in lanes.items()])
+    axes.set_yticks(range(len(lanes)), [f"{lane}  {seconds(total)}" for lane, total in lanes.items()])
+    axes.invert_yaxis()
     axes.xaxis.set_major_formatter(seconds)
     axes.set_title(
         f"When the stages of step {sync.step}, {which}, ran on the reporting rank; engine_load in the engine"
@@ -181,22 +179,6 @@ def _lanes(sync: Sync) -> dict[str, float]:
     for stage, _, length in sorted(sync.slowest.spans, key=lambda span: (span[1], -span[2])):
         lanes[stage] = lanes.get(stage, 0.0) + length
     return lanes
-
-
-def _draw_memory(run: Run, moments: Sequence[str], axes: Axes) -> None:
-    report, rows = run.syncs[-1].slowest, range(len(moments))
-    used = [report.device_used_bytes[moment] / 2**30 for moment in moments]
-    trainer = [report.trainer_reserved_bytes.get(moment, 0) / 2**30 for moment in moments]
-    axes.barh(rows, used, label="engine and others", color=COLOURS[3])
-    axes.barh(rows, trainer, label="trainer's allocator", color=COLOURS[2])
-    axes.axvline(report.device_total_bytes / 2**30, color="k", lw=1, label="the device")
-    _name_rows(axes, moments)
-    axes.set_title("GiB in use of the reporting rank's GPU, at the moments of the last sync")
-
-
-def _name_rows(axes: Axes, labels: Sequence[str]) -> None:
-    axes.set_yticks(range(len(labels)), labels)
-    axes.invert_yaxis()
 
 
 def _numbers(runs: Sequence[Run]) -> str:
@@ -215,10 +197,7 @@ def _numbers(runs: Sequence[Run]) -> str:
 
 def _syncs(run: Run) -> str:
     stages = ("phase", *_used(run.syncs))
-    rows = (
-        (str(sync.step), *(seconds(sync.stages[stage]) for stage in stages), sync.slowest.reporter)
-        for sync in run.syncs
-    )
+    rows = [(str(s.step), *(seconds(s.stages[stage]) for stage in stages), s.slowest.reporter) for s in run.syncs]
     return _table("syncs", ("step", *stages, "slowest reporter"), rows)
 
 

@@ -162,11 +162,8 @@ def check_hooks(hooks: Mapping[str, Callable[[], Iterable[Entry]]], versions: do
             first = _first(error)
             alike.setdefault(f"{type(first).__name__}: {first}", (error, []))[1].append(name)
         else:
-            text, remedy = (
-                "; ".join(wrong),
-                REINSTALL if any(each.endswith(NOT_THERE) for each in wrong) else OTHER_PLUGIN,
-            )
-            yield problem(f"hook/{name}", text, remedy) if wrong else ok(f"hook/{name}", "active")
+            remedy = REINSTALL if any(each.endswith(NOT_THERE) for each in wrong) else OTHER_PLUGIN
+            yield problem(f"hook/{name}", "; ".join(wrong), remedy) if wrong else ok(f"hook/{name}", "active")
     for cause, names in alike.values():
         missing = getattr(_first(cause), "name", None) if isinstance(_first(cause), ModuleNotFoundError) else None
         package = (missing or "").partition(".")[0]
@@ -336,6 +333,7 @@ def _sent(folder: str, config: Any) -> list[Finding]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     from verl_sync_plugin.config.settings import lora_rank_of
+    from verl_sync_plugin.report import size_text
     from verl_sync_plugin.trainers.base import wire_policy
     from verl_sync_plugin.trainers.fsdp2 import StateDictSource
     from verl_sync_plugin.trainers.naming import Naming, checkpoint_rewrite
@@ -353,21 +351,17 @@ def _sent(folder: str, config: Any) -> list[Finding]:
     model, names = config.actor_rollout_ref.model, given.architectures or [type(module).__name__]
     served = bool(lora_rank_of(model)) and not model.lora.get("merge", False)
     what = "the first sync sends the base, and each an adapter: " if served else "a sync sends "
-    sends = f"{plan.tensor_count} tensors, {_size(plan.nbytes)} as {rollout.dtype}, in buckets of {megabytes} MiB"
+    sends = f"{len(plan.names)} tensors, {size_text(plan.nbytes)} as {rollout.dtype}, in buckets of {megabytes} MiB"
     if quantization := rollout.get("quantization", None):
         sends += f"; in the first sync the engine says which of them it keeps in {quantization}"
 
     tp, pp = (int(rollout.get(f"{each}_model_parallel_size", 1) or 1) for each in ("tensor", "pipeline"))
-    each, staging = _size(plan.nbytes / (tp * pp)), _size(2 * max(bucket.nbytes for bucket in plan.buckets))
+    each, staging = size_text(plan.nbytes / (tp * pp)), size_text(2 * max(bucket.nbytes for bucket in plan.buckets))
     takes = f"per GPU about {each} in the engine, and at most {staging} of staging where weights are not read in place"
     if rollout.checkpoint_engine.get("backend", "naive") == "naive" and not served:
         copied = not _ours("rollouts.rollout_of")(rollout.name).covered(names)
         takes += f"; on the host {f'a copy of {each} per GPU' if copied else 'no copy'} while the engine sleeps"
     return [ok("model", f"{', '.join(names)} is served; {what}{sends}"), ok("memory", takes)]
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
 
 
 if __name__ == "__main__":

@@ -12,16 +12,17 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from verl_sync_plugin.log import some
+
 if TYPE_CHECKING:
     from verl_sync_plugin.report import SyncReport
 
-NAMED = 3  # parameters in a line
-PROMPT_TOKENS = 12
+PROMPTS, PROMPT_TOKENS, TOKENS = 4, 12, 16  # of the log-probabilities; the last: of each response
 LOADING_SECONDS = 600.0  # within which the ranks load the trainer's model, one earlier than another
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory", re.IGNORECASE)
 _MORE_ROOM = (
@@ -29,7 +30,6 @@ _MORE_ROOM = (
     "a smaller model, or a device that nothing else uses."
 )
 Digests = list[dict[str, str]]
-Sums = dict[str, str] | str | None
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--trainer-dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.4, help="of the engine")
     parser.add_argument("--threshold", type=float, default=0.03, help="on the mean difference of log-probabilities")
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=16, help="of each response")
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the proof, and returns the exit code. Raises ValueError, with option, value and remedy."""
     model, tp = arguments.model, arguments.tp
-    for option in ("tp", "syncs", "prompts", "tokens"):
+    for option in ("tp", "syncs"):
         if getattr(arguments, option) < 1:
             raise ValueError(f"--{option} {getattr(arguments, option)}: use 1 or more")
     if not os.path.isfile(os.path.join(model, "config.json")):
@@ -184,17 +182,13 @@ def _prove(options: argparse.Namespace, checks: list[Check], reports: list[SyncR
         def digests() -> Digests:  # empty on the ranks that own no engine, which print nothing
             return rollout.digests() or []
 
-        loaded, sums = digests(), _checksums(rollout)
-        found = f"{sum(map(len, loaded))} parameters of {len(loaded)} ranks"
-        without = f"; digests of all parameters stand for its checksums: {sums}" if isinstance(sums, str) else ""
-        checks.append(Check("SGLang's own load", True, found + without))
+        loaded = digests()
+        checks.append(Check("SGLang's own load", True, f"{sum(map(len, loaded))} parameters of {len(loaded)} ranks"))
         for number in range(1, options.syncs + 1):
-            rollout.check_weights("reset_tensors")
+            rollout.reset_weights()
             checks.append(_reset(number, loaded, digests()))
             reports.append(report := rollout.sync_weights(model))
             checks += _synced(number, loaded, digests(), report)
-            if not isinstance(sums, str):
-                checks += _same_sums(number, sums, _checksums(rollout))
         with errors("comparing log-probabilities"):
             checks += agreement.step("comparing log-probabilities", lambda: _logprobs(options, rollout, model))
 
@@ -202,7 +196,7 @@ def _prove(options: argparse.Namespace, checks: list[Check], reports: list[SyncR
 def _reset(number: int, loaded: Digests, now: Digests) -> Check:
     """Nothing is left of what the engine held."""
     kept = _names(loaded, now, same=True)
-    found = f"unchanged: {_shown(kept)}" if kept else f"random numbers in all {sum(map(len, now))} parameters"
+    found = f"unchanged: {some(kept)}" if kept else f"random numbers in all {sum(map(len, now))} parameters"
     return Check(f"reset {number}", not kept, found)
 
 
@@ -210,7 +204,7 @@ def _synced(number: int, loaded: Digests, now: Digests, report: SyncReport) -> l
     """Every parameter is again what SGLang's own load of the checkpoint makes of it, and the sync's own proof holds."""
     way = "in place" if report.direct_bytes else ("replayed" if report.replayed_tensors else "the engine's own load")
     other = _names(loaded, now, same=False)
-    found = f"other: {_shown(other)}" if other else f"all {sum(map(len, now))} parameters as SGLang loads them itself"
+    found = f"other: {some(other)}" if other else f"all {sum(map(len, now))} parameters as SGLang loads them itself"
     whole = Check(f"sync {number} ({way})", not other, f"{found}; {report.phase_seconds:.2f} s")
     return [whole, _own_proof(number, report)]
 
@@ -228,25 +222,6 @@ def _own_proof(number: int, report: SyncReport) -> Check:
     return Check(f"sync {number}, its own proof", report.verified_tensors > 0 and not report.no_room, said)
 
 
-def _checksums(rollout: Any) -> Sums:
-    """SGLang's own checksums; or why there are none."""
-    from verl_sync_plugin.errors import RolloutError
-
-    try:
-        sums: Sums = rollout.check_weights("checksum")
-        return sums
-    except RolloutError as error:
-        return str(error).splitlines()[-1]
-
-
-def _same_sums(number: int, before: Sums, now: Sums) -> list[Check]:
-    if not isinstance(before, dict) or not isinstance(now, dict):
-        return [Check(f"sync {number}, SGLang's checksums", False, now)] if isinstance(now, str) else []
-    other = [name for name in before if before[name] != now.get(name)]
-    found = f"{len(now)} equal" if not other else f"other: {_shown(other)}"
-    return [Check(f"sync {number}, SGLang's checksums", bool(now) and not other, found)]
-
-
 def _logprobs(options: argparse.Namespace, rollout: Any, model: Any) -> list[Check]:
     """Compares what the engine says of the tokens that it chose, after fixed random prompts, with the trainer."""
     import torch
@@ -254,8 +229,8 @@ def _logprobs(options: argparse.Namespace, rollout: Any, model: Any) -> list[Che
     generator = torch.Generator().manual_seed(7)
     # Of the lower half: tokens that stand for images and the like are at its end
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    asked = torch.randint(max(1, vocabulary // 2), (options.prompts, PROMPT_TOKENS), generator=generator).tolist()
-    sampling = {"temperature": 0.0, "max_new_tokens": options.tokens, "ignore_eos": True}
+    asked = torch.randint(max(1, vocabulary // 2), (PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
+    sampling = {"temperature": 0.0, "max_new_tokens": TOKENS, "ignore_eos": True}
     answer = rollout.generate(asked, sampling)
     with torch.no_grad():
         whole = torch.cat([answer.prompt_ids, answer.response_ids], dim=1)
@@ -275,8 +250,3 @@ def _names(one: Digests, other: Digests, same: bool) -> list[str]:
         for name in before
         if (before[name] == after.get(name)) is same
     ]
-
-
-def _shown(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more

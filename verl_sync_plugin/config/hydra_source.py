@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adds the plugin's keys to Hydra: a config source that serves verl's own rollout config with more fields.
 
-Registered through Hydra's documented plugin interface. The source claims one config, ``rollout/rollout``; it loads
+Registered through Hydra's documented plugin interface. The source has one config, ``rollout/rollout``; it loads
 verl's YAML of the installed version and adds the short bucket key, ``custom.sync`` and a ``_target_`` that validates.
 What becomes of a default of ours on a key of verl's is settled in the driver (``hooks/driver.py``); until then the
 value is an interpolation that says that nobody has given one, and that every process can resolve.
-Ready compositions (``+sync=...``) come from the package's ``configs`` folder.
+Ready compositions (``+sync=...``) come from the package's ``configs`` folder, and so does the callback that settles it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from verl_sync_plugin.config.settings import SyncConfig
 SCHEME = "verl-sync"
 TARGET = "verl_sync_plugin.hooks.driver.SyncRolloutConfig"
 CONFIG = "rollout/rollout"
-CALLBACK_CONFIG = "hydra/callbacks/verl_sync"
 
 
 def configs_folder() -> Path:
@@ -84,35 +83,20 @@ class SyncConfigSource(ConfigSource):
         return True
 
     def load_config(self, config_path: str) -> ConfigResult:
-        if self._is_callback(config_path):
-            config = OmegaConf.create({"_target_": "verl_sync_plugin.hooks.driver.CheckKeys"})
-            header: dict[str, Any] = {"package": "hydra.callbacks.verl_sync"}
-        else:
-            config = rollout_config()
-            config.defaults = [{"/hydra/callbacks@_global_.hydra.callbacks.verl_sync": "verl_sync"}, "_self_"]
-            header = {"package": None}
-        return ConfigResult(config=config, path=f"{self.scheme()}://{self.path}", provider=self.provider, header=header)
-
-    def _is_callback(self, config_path: str) -> bool:
-        return self._normalize_file_name(config_path).strip("/") == f"{CALLBACK_CONFIG}.yaml"
+        config, path = rollout_config(), f"{self.scheme()}://{self.path}"
+        config.defaults = [{"/hydra/callbacks@_global_.hydra.callbacks.verl_sync": "verl_sync"}, "_self_"]
+        return ConfigResult(config=config, path=path, provider=self.provider, header={"package": None})
 
     def is_group(self, config_path: str) -> bool:
-        return config_path.strip("/") in ("", "rollout", "hydra", "hydra/callbacks")
+        return config_path.strip("/") in ("", "rollout")
 
     def is_config(self, config_path: str) -> bool:
-        name = self._normalize_file_name(config_path).strip("/")
-        return name in (f"{CONFIG}.yaml", f"{CALLBACK_CONFIG}.yaml")
+        return self._normalize_file_name(config_path).strip("/") == f"{CONFIG}.yaml"
 
     def list(self, config_path: str, results_filter: ObjectType | None = None) -> list[str]:
-        folder = config_path.strip("/")
-        groups = {"": ["rollout", "hydra"], "hydra": ["callbacks"]}
-        configs = {"rollout": ["rollout"], "hydra/callbacks": ["verl_sync"]}
-        found: list[str] = []
-        if results_filter in (None, ObjectType.GROUP):
-            found += groups.get(folder, [])
-        if results_filter in (None, ObjectType.CONFIG):
-            found += configs.get(folder, [])
-        return found
+        # In the group ``rollout`` there is the config ``rollout``
+        wanted = ObjectType.CONFIG if config_path.strip("/") else ObjectType.GROUP
+        return ["rollout"] if self.is_group(config_path) and results_filter in (None, wanted) else []
 
 
 def _own_rollout(path: str | None) -> bool:
@@ -122,7 +106,7 @@ def _own_rollout(path: str | None) -> bool:
 
 
 class SyncSearchPath(SearchPathPlugin):
-    """Puts our source before verl's folder, and the ready compositions after it."""
+    """Puts our source before verl's folder, and the ``configs`` folder after it."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         if not any(_own_rollout(element.path) for element in search_path.get_path()):

@@ -105,7 +105,7 @@ def refuse_combinations(config: Any, moves: bool) -> None:
         # the client of fully_async, which the plugin does not replace, tells only which version a request ended with
         newer = "a response that spans a sync would be taken for one of the newer weights alone"
         kept = "the engine replaces an adapter only when no request uses it, and requests stay in the engine"
-        _refuse_first(
+        refuse_first(
             f"{KEY_PREFIX}.pause={sync.pause!r} with ",
             (not separate, f"{BACKEND_KEY}={backend}", only, f"Set {BACKEND_KEY}={SEPARATE_BACKEND}, or {abort}"),
             (mode in COLOCATED_MODES, f"{MODE_KEY}={mode}", only, f"Set {MODE_KEY}={SEPARATE_ASYNC}, or {abort}"),
@@ -116,14 +116,14 @@ def refuse_combinations(config: Any, moves: bool) -> None:
         # with too few verl would start no engine, and say nothing
         few = f"the rollout has {gpus} GPUs of its own, and one engine needs {needed} ({', '.join(sizes)})"
         none, both = "the rollout has no GPUs of its own", f"for example {PREFIX}.nnodes=1 {PREFIX}.n_gpus_per_node=4"
-        _refuse_first(
+        refuse_first(
             f"{PREFIX}.nnodes={nodes} and {PREFIX}.n_gpus_per_node={each}",
             (mode == SEPARATE_ASYNC and not gpus, f" with {MODE_KEY}={mode}", none, f"Set both, {both}"),
             (0 < gpus < needed, "", few, "Give it more, or make the engine smaller"),
         )
     if moves and served:
         base = "of an adapter that the engine serves only the base is compared"
-        _refuse_first(
+        refuse_first(
             f"{KEY_PREFIX}.verify={sync.verify!r} with ",
             (sync.verify not in ("never", "first"), adapter, base, f"Set {KEY_PREFIX}.verify=first, or {merged}"),
         )
@@ -131,7 +131,7 @@ def refuse_combinations(config: Any, moves: bool) -> None:
         key, compares = f"{KEY_PREFIX}.max_probs_diff", "verl compares no probabilities of engine and trainer"
         logs, bypasses = rollout.get("calculate_log_probs", False), correction.get("bypass_mode", False)
         sees, use_v1 = "the plugin sees the metrics of these alone", v1 and trainer.get("use_v1", True)
-        _refuse_first(
+        refuse_first(
             f"{key}={sync.max_probs_diff} with",
             (not logs, f" {PREFIX}.calculate_log_probs=False", compares, f"Set it to True, or remove {key}"),
             (bypasses, " algorithm.rollout_correction.bypass_mode=True", compares, f"Set it to False, or remove {key}"),
@@ -139,7 +139,7 @@ def refuse_combinations(config: Any, moves: bool) -> None:
         )
 
 
-def _refuse_first(subject: str, *rows: tuple[Any, str, str, str]) -> None:
+def refuse_first(subject: str, *rows: tuple[Any, str, str, str]) -> None:
     """Raises ValueError for the first row that applies: with what, why, and what to do instead."""
     for applies, other, why, remedy in rows:
         if applies:
@@ -153,7 +153,7 @@ def refuse_megatron_lora(megatron: Any, model: Any) -> None:
     bridge = "the package megatron.bridge, which has LoRA for Megatron, is not installed"
     dora, vanilla = (model.get("lora", None) or {}).get("type", None) == "dora", megatron.get("vanilla_mbridge", False)
     lora, strategy = f"LoRA rank {rank}", f"{ACTOR}.strategy=megatron"
-    _refuse_first(
+    refuse_first(
         "",
         (dora, f"{MODEL}.lora.type='dora' with {strategy}", left_out, f"Set {MODEL}.lora.type=lora"),
         (vanilla, f"{ACTOR}.megatron.vanilla_mbridge=True with {lora}", "mbridge has no LoRA", NO_MEGATRON_LORA),

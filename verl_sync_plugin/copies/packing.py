@@ -201,16 +201,16 @@ class Packer:
         """
         bucket = self.plan.buckets[index]
         origin = self.plan.origin(bucket, self.rank)
+        segment = memory.narrow(0, segment_of(bucket, self.rank) * bucket.stride - origin, bucket.stride)
         if not self._kernel:
-            pack_segment(memory, bucket, shards, segment_of(bucket, self.rank), origin)
-            self._read_plain(index, memory, origin)
+            pack_slices(segment, bucket.slices, shards)
+            self._read_plain(bucket, memory, origin)
             return
         table = self._tables.get(index)
         if table is None:
             table = self._tables[index] = PackTable(self.plan, [bucket], self.rank, self._tensors, self._device)
         table.found.look(shards)
         table.refresh()
-        segment = memory.narrow(0, segment_of(bucket, self.rank) * bucket.stride - origin, bucket.stride)
         pack_slices(segment, table.alone, shards)
         table.run(memory.data_ptr() - origin, self._sums, self._flags)
 
@@ -232,15 +232,12 @@ class Packer:
         self._whole.refresh()
         self._whole.run(0, self._sums, self._flags, copy=False)
 
-    def _read_plain(self, index: int, memory: torch.Tensor, origin: int) -> None:
-        for hull in hulls_in_segment(self.plan.buckets[index], self.rank):
+    def _read_plain(self, bucket: Bucket, memory: torch.Tensor, origin: int) -> None:
+        """Hashes what this rank has packed, and flags the tensors with a NaN or Inf in it; costs a read more than the
+        kernel."""
+        for hull in hulls_in_segment(bucket, self.rank):
             data = memory[hull.first - origin : hull.end - origin]
             self._sums[self._tensors[hull.names[0]]] += hash_bytes(data, hull.first)
-        self._flag_plain(index, memory, origin)
-
-    def _flag_plain(self, index: int, memory: torch.Tensor, origin: int) -> None:
-        """Flags the tensors with a NaN or Inf in what this rank has packed; costs a read, which the kernel does not."""
-        bucket = self.plan.buckets[index]
         low = segment_of(bucket, self.rank) * bucket.stride
         for entry in bucket.entries:
             dtype = getattr(torch, entry.dtype)
@@ -322,16 +319,3 @@ def chunks_of(count: int) -> Iterator[tuple[int, int]]:
         length = count - begin if count - begin <= LONGEST_CHUNK else MERGE_CHUNK
         yield begin, length
         begin += length
-
-
-def pack_segment(memory: torch.Tensor, bucket: Bucket, shards: list[Shard], rank: int, origin: int = 0) -> None:
-    """Fills segment ``rank`` of a bucket, one slice after another.
-
-    Args:
-        memory: the slot.
-        bucket: what goes where.
-        shards: all shards of this rank, by base index.
-        rank: this rank's place in the group.
-        origin: the byte of the bucket that the slot begins with.
-    """
-    pack_slices(memory.narrow(0, rank * bucket.stride - origin, bucket.stride), bucket.slices, shards)

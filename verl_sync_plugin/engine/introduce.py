@@ -42,12 +42,12 @@ from verl_sync_plugin.layout.load_map import (
     spans_of,
     without,
 )
-from verl_sync_plugin.layout.tensors import SCALE
+from verl_sync_plugin.layout.strided import Run
+from verl_sync_plugin.layout.tensors import SCALE, align, dtype_name
 
 CHUNK_BYTES = 256 << 20  # of marks given to the model in one call; bounds the memory that they take
 ON_DEVICE = 1 << 30  # bytes to be compared of what is left to the model; more are kept on the host
 SEED = 20_251
-ALIGNMENT = 16  # bytes, of every tensor of marks
 FP8 = torch.float8_e4m3fn
 FINITE = -0x4001  # clears the highest bit of every exponent, in bf16, fp16 and the upper half of fp32
 MOST_RUNS = 1 << 14  # of one copy
@@ -545,11 +545,12 @@ class _Hashes:
         """The moves whose places hold something else."""
         found, blocks = torch.zeros_like(self._given), list[Block]()
         for number, move in enumerate(self._moves):
-            blocks_of, turned = held_blocks(move, flats[move.place], number)
-            if turned is None:
-                blocks += blocks_of
+            size = size_of(move.dtype)
+            if is_turned(move):
+                turned = [_block(run, 0, number) for run in move.box.packed().runs(size)]
+                self._run(turned, [unturned(move, flats[move.place])], found)
             else:
-                self._run(blocks_of, [turned], found)
+                blocks += [_block(run, move.place, number) for run in move.box.runs(size)]
         self._run(blocks, flats, found)
         return [self._moves[number] for number in (found != self._given).nonzero().flatten().tolist()]
 
@@ -562,25 +563,7 @@ def is_turned(move: Move) -> bool:
     return move.box.run_count > (1 if move.box.width * size_of(move.dtype) < SHORT_RUN else MOST_RUNS)
 
 
-def held_blocks(move: Move, flat: torch.Tensor, group: int) -> tuple[list[Block], torch.Tensor | None]:
-    """Blocks that hash the elements of a move where they lie, counted by the place in the tensor.
-
-    Args:
-        move: where they lie.
-        flat: all bytes of its place.
-        group: of the blocks.
-
-    Returns:
-        The blocks; and what they read, the elements in the tensor's order, where they are turned. Else they read the
-        place, which is their base.
-    """
-    size = size_of(move.dtype)
-    if not is_turned(move):
-        return [_block(r, move.place, group) for r in move.box.runs(size)], None
-    return [_block(r, 0, group) for r in move.box.packed().runs(size)], unturned(move, flat)
-
-
-def _block(run: Any, base: int, group: int) -> Block:
+def _block(run: Run, base: int, group: int) -> Block:
     strides = run.target_stride, 0, run.source_stride
     return Block(run.target, 0, run.source, run.width, run.count, *strides, base=base, group=group)
 
@@ -615,7 +598,7 @@ def _marks(chunk: Sequence[Source], owners: Mapping[str, str], generator: torch.
     random bits of a chunk are made at once: made one by one, those of 18867 tensors took longer than their load."""
     metas = [source.meta() for source in chunk]
     sizes = [meta.untyped_storage().nbytes() for meta in metas]
-    bits = _finite_bits(sum(map(_aligned, sizes)), generator)
+    bits = _finite_bits(sum(map(align, sizes)), generator)
     flats: dict[str, torch.Tensor] = {}
     marks, start = [], 0
     for source, meta, nbytes in zip(chunk, metas, sizes, strict=True):
@@ -626,7 +609,7 @@ def _marks(chunk: Sequence[Source], owners: Mapping[str, str], generator: torch.
             flat = flats[owner] = bits[start : start + nbytes]
         else:
             flat = flats[owner] = _whole_numbers(source, nbytes, generator)
-        start += _aligned(nbytes)
+        start += align(nbytes)
         marks.append(_Mark(source.name, flat.view(source.dtype).as_strided(source.shape, meta.stride()), flat))
     return marks
 
@@ -655,10 +638,6 @@ def _chunks(sources: Sequence[Source], owners: Mapping[str, str], model: EngineM
         yield chunk
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
 def _finite_bits(nbytes: int, generator: torch.Generator) -> torch.Tensor:
     """Random bytes of shape ``(nbytes,)``, none of which is a part of a NaN or Inf of 16 or 32 bits."""
     halves = (nbytes // 2,)
@@ -680,10 +659,6 @@ def box_between(source: torch.Tensor, target: torch.Tensor) -> Box:
     source = source.expand(target.shape)
     first = int(source.storage_offset()), int(target.storage_offset())
     return box_of(target.shape, source.stride(), target.stride(), *first)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _lies(module: torch.nn.Module) -> Lies:

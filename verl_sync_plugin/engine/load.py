@@ -41,7 +41,7 @@ from verl_sync_plugin.layout.load_map import (
 )
 from verl_sync_plugin.layout.strided import Partition, Run, compose, in_step
 from verl_sync_plugin.layout.tensors import Entry, Hull, hulls_of, numbers_of
-from verl_sync_plugin.log import say
+from verl_sync_plugin.log import by_reason, say
 from verl_sync_plugin.transport.memory import Live, Regions
 from verl_sync_plugin.transport.protocol import Held, Manifest
 
@@ -389,12 +389,8 @@ class ModelLoad:
     def _say(self) -> None:
         how, many = "the kernel" if self._copier.kernel else "plain copies", len(self._names)
         say(f"{many - len(self.map.left)} of {many} tensors go by {how}")
-        of_reason: dict[str, list[str]] = {}
-        for left in self.map.left:
-            of_reason.setdefault(left.why, []).append(self._names[left.tensor])
-        for why, names in of_reason.items():
-            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-            say(f"through load_weights: {', '.join(names[:NAMED])}{more} ({why})")
+        for line in by_reason("through load_weights", ((self._names[left.tensor], left.why) for left in self.map.left)):
+            say(line)
 
 
 class _HeldWork:

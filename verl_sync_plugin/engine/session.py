@@ -45,7 +45,7 @@ class ReceiverSession:
         self._load: ModelLoad | None = None
         self._stagings: dict[str, torch.Tensor] = {}
         self._regions = Regions()
-        self._activations = Activations()
+        self._least: int | None = None  # that the engine's allocator held at any sync
         self._lives: tuple[Live, ...] = ()
         self._plain: object = None  # shapes and strides for which ``refuse_rearranged`` has passed
         self._judged: object = None  # the layout that had them
@@ -164,11 +164,27 @@ class ReceiverSession:
                 *load.traffic(hello.place if hello.paired else None),
                 sums,
                 load.obstacle or ("" if self._maps else "an engine rank could not map them"),
-                self._activations.take(),
+                self._take_activations(),
                 load.held() if hello.proves else None,
                 None if hello.tells or hello.map == load.map.digest else load.map,
             )
         )
+
+    def _take_activations(self) -> int:
+        """Bytes that the engine's allocator took since the last call, in addition to what it keeps; 0 at the first,
+        whose peak is of the engine's start, and without a device.
+
+        What the engine keeps (weights, KV cache, CUDA graphs) is in its allocator's count also while it is asleep, so
+        the least count at any sync stands for it. Resets the allocator's peaks, which nobody else in the engine's
+        process may count on.
+        """
+        if not torch.cuda.is_available():
+            return 0
+        counts = torch.cuda.memory_stats_as_nested_dict().get("reserved_bytes", {}).get("all", {})
+        current, peak, least = int(counts.get("current", 0)), int(counts.get("peak", 0)), self._least
+        torch.cuda.reset_peak_memory_stats()
+        self._least = current if least is None else min(current, least)
+        return 0 if least is None else peak - self._least
 
     def _refuse_rearranged(self, load: ModelLoad) -> None:
         """Once for parameters of these shapes and strides; a load that moves them makes no others."""
@@ -254,30 +270,6 @@ class Running:
         now = time.perf_counter()
         started, self._idle_since = max(started, self._idle_since), now
         self._channel.send(Loaded(bucket, now - started, started))
-
-
-class Activations:
-    """Measures the device memory that the engine needs in addition to weights and KV cache: what its allocator took
-    since the last sync.
-
-    What the engine keeps (weights, KV cache, CUDA graphs) is in its allocator's count also while it is asleep, so the
-    least count at any sync stands for it. Resets the allocator's peaks, which nobody else in the
-    engine's process may count on.
-    """
-
-    def __init__(self) -> None:
-        self._least: int | None = None
-
-    def take(self) -> int:
-        """Bytes allocated beyond that since the last call; 0 at the first, whose peak is of the engine's start, and
-        without a device."""
-        if not torch.cuda.is_available():
-            return 0
-        counts = torch.cuda.memory_stats_as_nested_dict().get("reserved_bytes", {}).get("all", {})
-        current, peak, least = int(counts.get("current", 0)), int(counts.get("peak", 0)), self._least
-        torch.cuda.reset_peak_memory_stats()
-        self._least = current if least is None else min(current, least)
-        return 0 if least is None else peak - self._least
 
 
 def _reserved_bytes() -> int:

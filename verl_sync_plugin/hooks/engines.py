@@ -31,5 +31,4 @@ class SyncFSDPEngineWithLMHead(ShardExport, FSDPEngineWithLMHead):
         with init_empty_weights() if elsewhere else nullcontext():
             if self.model_config.lora.get("peft", None):
                 return build_peft_model(module, self.model_config)
-            adapted: torch.nn.Module = super()._build_lora_module(module, **more)
-            return adapted
+            return super()._build_lora_module(module, **more)

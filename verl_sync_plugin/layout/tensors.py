@@ -143,12 +143,9 @@ class Plan:
         """All tensors, tied ones under each of their names."""
         return frozenset(view.name for base in self.bases for view in base.views)
 
-    @property
-    def tensor_count(self) -> int:
-        return len(self.names)
-
 
 def align(nbytes: int) -> int:
+    """The next multiple of ``ALIGNMENT``."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -164,9 +161,8 @@ class Member:
     strides: tuple[int, ...] | None = None
 
 
-@dataclass(
-    slots=True, eq=False
-)  # not frozen: thousands are made in every sync, and that would take three times as long
+# Not frozen: thousands are made in every sync, and that would take three times as long
+@dataclass(slots=True, eq=False)
 class Shard:
     """One base with access to this rank's run of it. Never changed.
 
@@ -250,6 +246,11 @@ def _merged(spans: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, list[
             places.append(place)
             index += 1
         yield first, end, places, equal
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in a plan, such as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def clean_name(name: str) -> str:

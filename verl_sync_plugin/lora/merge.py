@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from verl_sync_plugin.lora.peft import Kind, LoRAWeight, Weight
+from verl_sync_plugin.lora.peft import LoRAWeight, Weight
 
 Factors = Mapping[str, torch.Tensor]
 _ALIGNED = 16  # elements; cuBLAS and the copy kernels are slower on addresses that are not multiples of 16 bytes
@@ -79,12 +79,12 @@ def delta_rows(weight: LoRAWeight, shape: tuple[int, ...], factors: Factors, beg
     Source: ``get_delta_weight`` in ``peft.tuners.lora.layer``, and the handling of ``lora_bias`` in ``Linear.merge``.
     """
     b = factors[weight.b].float()
-    if weight.kind is Kind.BIAS:
+    if weight.kind == "bias":
         return (b[begin:end] * weight.scaling).unsqueeze(1)
     a = factors[weight.a].float()
-    if weight.kind is Kind.EXPERTS:
+    if weight.kind == "experts":
         delta = _experts(weight, a, b, begin, end)
-    elif weight.kind is Kind.CONV:
+    elif weight.kind == "conv":
         # No kernel size: PEFT's special case for 1x1 kernels gives the same but cannot do three dimensions
         base = SimpleNamespace(weight=SimpleNamespace(size=lambda: ()), groups=1)
         delta = _pefts(weight, a, b[begin:end], get_base_layer=lambda: base, conv_fn=weight.layer.conv_fn)
@@ -117,7 +117,7 @@ def _experts(weight: LoRAWeight, a: torch.Tensor, b: torch.Tensor, begin: int, e
 def _pefts(weight: LoRAWeight, a: torch.Tensor, b: torch.Tensor, **held: Any) -> torch.Tensor:
     """The delta that ``get_delta_weight`` of the layer's class computes from these factors."""
     adapter, layer = weight.adapter, type(weight.layer)
-    if weight.kind is Kind.LINEAR:
+    if weight.kind == "linear":
         # A wrapped 2-D parameter is a linear layer to PEFT
         from peft.tuners.lora import Linear as layer
     stand_in = SimpleNamespace(
@@ -128,8 +128,7 @@ def _pefts(weight: LoRAWeight, a: torch.Tensor, b: torch.Tensor, **held: Any) ->
         lora_embedding_B={adapter: b},
         **held,
     )
-    delta: torch.Tensor = layer.get_delta_weight(stand_in, adapter)
-    return delta
+    return layer.get_delta_weight(stand_in, adapter)
 
 
 def merge_run(

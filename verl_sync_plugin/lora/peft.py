@@ -8,9 +8,8 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -103,14 +102,7 @@ def refuse_others(model: torch.nn.Module) -> None:
             )
 
 
-class Kind(Enum):
-    """PEFT's ways to make a delta of factors."""
-
-    LINEAR = "linear"
-    EMBEDDING = "embedding"
-    CONV = "conv"
-    EXPERTS = "experts"
-    BIAS = "bias"
+Kind = Literal["linear", "embedding", "conv", "experts", "bias"]  # PEFT's ways to make a delta of factors
 
 
 class Weight(ABC):
@@ -166,7 +158,7 @@ class LoRAWeight(Weight):
 
     @cached_property
     def transposed(self) -> bool:
-        return self.kind is Kind.EMBEDDING or (self.kind is Kind.LINEAR and bool(self.layer.fan_in_fan_out))
+        return self.kind == "embedding" or (self.kind == "linear" and bool(self.layer.fan_in_fan_out))
 
     @cached_property
     def plain(self) -> bool:
@@ -175,10 +167,10 @@ class LoRAWeight(Weight):
 
         layer = self.layer
         ordinary = _class_of(layer) is Linear and layer.lora_variant.get(self.adapter) is None
-        return ordinary and self.kind is Kind.LINEAR and self.magnitude is None and not self.transposed
+        return ordinary and self.kind == "linear" and self.magnitude is None and not self.transposed
 
     def columns(self, shape: tuple[int, ...]) -> int:
-        return shape[-1] if self.kind in (Kind.LINEAR, Kind.EMBEDDING) else math.prod(shape[1:])
+        return shape[-1] if self.kind in ("linear", "embedding") else math.prod(shape[1:])
 
 
 class Adapters:
@@ -260,7 +252,7 @@ def _of_layer(name: str, layer: Any) -> Iterator[LoRAWeight]:
         kind = _kind(name, layer)
         _refuse(name, layer, adapter, kind)
         factor = f"{name}.lora_{{}}.{adapter}.weight"
-        if kind is Kind.EMBEDDING:
+        if kind == "embedding":
             factor = f"{name}.lora_embedding_{{}}.{adapter}"
         a, b = factor.format("A"), factor.format("B")
         dora = layer.use_dora.get(adapter, False)
@@ -269,7 +261,7 @@ def _of_layer(name: str, layer: Any) -> Iterator[LoRAWeight]:
         yield LoRAWeight(f"{name}.base_layer.{parameter}", layer, adapter, kind, a, b, magnitude)
         if layer.lora_bias.get(adapter, False):
             bias = f"{name}.lora_B.{adapter}.bias"
-            yield LoRAWeight(f"{name}.base_layer.bias", layer, adapter, Kind.BIAS, "", bias)
+            yield LoRAWeight(f"{name}.base_layer.bias", layer, adapter, "bias", "", bias)
 
 
 def _class_of(layer: Any) -> Any:
@@ -282,8 +274,8 @@ def _kind(name: str, layer: Any) -> Kind:
 
     found = _class_of(layer)
     if found is ParamWrapper:
-        return Kind.EXPERTS if layer.num_experts > 1 else Kind.LINEAR
-    kinds = {Linear: Kind.LINEAR, Embedding: Kind.EMBEDDING, Conv1d: Kind.CONV, Conv2d: Kind.CONV, Conv3d: Kind.CONV}
+        return "experts" if layer.num_experts > 1 else "linear"
+    kinds: dict[Any, Kind] = {Linear: "linear", Embedding: "embedding", Conv1d: "conv", Conv2d: "conv", Conv3d: "conv"}
     if (kind := kinds.get(found)) is None:
         raise ValueError(f"LoRA module {name!r} is a {found.__name__}: weight sync cannot merge it. {REMEDY}.")
     return kind
@@ -301,7 +293,7 @@ def _refuse(name: str, layer: Any, adapter: str, kind: Kind) -> None:
         problem = f"has several active adapters {layer.active_adapters}"
     elif variant is not None and not layer.use_dora.get(adapter, False):
         problem = f"uses the variant {type(variant).__name__}, which weight sync cannot merge"
-    elif kind is Kind.CONV and base.groups > 1:
+    elif kind == "conv" and base.groups > 1:
         problem = f"is a convolution of {base.groups} groups, which weight sync cannot merge"
     elif layer.lora_bias.get(adapter, False) and getattr(base, "bias", None) is None:
         problem = "has a bias in its B factor but none in its base layer to merge it into"

@@ -81,6 +81,7 @@ class SyncAdapter:
         stock(config, model_config, device_mesh, replica_rank, **more)
         # verl's base class fills in device_mesh later
         self._separate = None if device_mesh is not None else SeparateReceiver(self._make_separate)
+        self.makes_room = self._separate is None  # our worker may, around the syncs of this rollout
         self._sync = sync_config_of(config)
         self._manager: ShardingManager | None = None
         # Without resident weights there is no first stage
@@ -109,11 +110,6 @@ class SyncAdapter:
     def restores_uncovered(self, sleeps: bool) -> bool:
         """As in ``RolloutEndpoint``, for an engine that sleeps, or that never releases its weights."""
         raise NotImplementedError
-
-    @property
-    def makes_room(self) -> bool:
-        """True if our worker may make room around the syncs of this rollout."""
-        return self._separate is None
 
     async def _init_server_adapter(self, **more: Any) -> None:
         """Finds the server actor. Replaces verl's, which builds an HTTP client that this path does not use."""

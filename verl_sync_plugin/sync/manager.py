@@ -8,8 +8,7 @@ of the engine once the trainer has made room. A LoRA adapter is merged on the wa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -20,7 +19,7 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.load_map import LoadMap
 from verl_sync_plugin.layout.tensors import Plan, Shard
 from verl_sync_plugin.log import say
-from verl_sync_plugin.memory import PeakMemory, no_collection, note_device_memory
+from verl_sync_plugin.memory import measured, no_collection, note_device_memory
 from verl_sync_plugin.report import SyncReport, progress
 from verl_sync_plugin.sync.adapter import AdapterSender
 from verl_sync_plugin.sync.endpoint import MeetingPoint, RolloutEndpoint
@@ -94,6 +93,7 @@ class ShardingManager(BaseShardingManager):
         self.comparison = Comparison(config, self.agreement, endpoint.ranks, endpoint.restores_uncovered)
         self.cadence = Cadence(config.verify)
         self.report = SyncReport()
+        self._measured = partial(measured, device=device, attempt=self.agreement.attempt)
         self.planned: Plan | None = None
         self.agreed: Plan | None = None
         self.keeps_staging = True
@@ -137,7 +137,7 @@ class ShardingManager(BaseShardingManager):
             else:
                 self.report = self._new_report(global_steps)
             if served:
-                with self._measured(), self.report.stage("update_weights"):
+                with self._measured(self.report), self.report.stage("update_weights"):
                     await self.send_adapter(None if global_steps is None else str(global_steps))
         except BaseException as error:
             self.agreement.forget()
@@ -166,7 +166,7 @@ class ShardingManager(BaseShardingManager):
     async def _send_weights(self, wake_tags: list[str], global_steps: int | None) -> None:
         self.report = self._new_report(global_steps)
         speaks = self.agreement.ranks.rank == 0
-        with no_collection(), progress(self.report, speaks), self._measured():
+        with no_collection(), progress(self.report, speaks), self._measured(self.report):
             done = False
             while not done:
                 try:
@@ -184,16 +184,6 @@ class ShardingManager(BaseShardingManager):
                 wake_tags = []  # the engine is awake by now
         with self.agreement.attempt():
             note_device_memory(self.report, self._device, "synced")
-
-    @contextmanager
-    def _measured(self) -> Iterator[None]:
-        """Around a part of a sync: notes the memory that it takes. The ranks settle later on whether that failed."""
-        memory = PeakMemory(self._device)
-        with self.agreement.attempt():
-            memory.begin()
-        yield
-        with self.agreement.attempt():
-            memory.into(self.report)
 
     async def _sync(self, wake_tags: list[str], global_steps: int | None) -> None:
         """One sync in the order in which it happens; all ranks agree at the end of each of its steps, and per bucket.
@@ -276,7 +266,7 @@ class ShardingManager(BaseShardingManager):
         report, source = self.report, self.source
         assert source is not None, "opened"
         report.bucket_bytes = self._bucket_bytes or plan.slot_bytes
-        report.nbytes, report.buckets, report.tensors = plan.nbytes, len(plan.buckets), plan.tensor_count
+        report.nbytes, report.buckets, report.tensors = plan.nbytes, len(plan.buckets), len(plan.names)
         return Sync(plan, source, shards, report, senders, verified, self.keeps_staging)
 
     async def wake(self, tags: list[str], meanwhile: Callable[[], None]) -> None:
@@ -360,7 +350,7 @@ class ShardingManager(BaseShardingManager):
             if self.meeting.pending is not None:
                 report.stages = {"sleep": await self.endpoint.answered(self.meeting.pending), **report.stages}
         comparison.compare(weighed)
-        report.hashed_tensors = sync.plan.tensor_count
+        report.hashed_tensors = len(sync.plan.names)
         report.coverage_expected = comparison.kept
         report.coverage_missing = len(comparison.unwritten)
         if sync.verified:

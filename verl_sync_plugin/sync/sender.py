@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
@@ -16,13 +14,13 @@ import torch.distributed as dist
 from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.copies.packing import Found, Packer
 from verl_sync_plugin.layout.tensors import Bucket, Plan, Shard, numbers_of
+from verl_sync_plugin.transport.agreement import take_part, until
 from verl_sync_plugin.transport.channel import Channel
 from verl_sync_plugin.transport.memory import Live, Staging, StagingExport, create_staging, slot_of
 from verl_sync_plugin.transport.protocol import Commit, Committed, Failed, Hello, Load, Loaded, Manifest, Ready
 
 STAGING_BUCKETS = 2  # what all slots may take, in buckets of the size that the user sets
 SLOTS = 3  # one being loaded, one being filled, one on its way between the two
-SPIN_SECONDS = 0.005
 # Broadcasts of a bucket that are under way at once. Each takes some places of CUDA's queue of about a thousand, and a
 # host that fills it, say because a rank has died, waits there without a bound.
 BROADCASTS = 32
@@ -44,10 +42,7 @@ def arrived(works: Sequence[dist.Work], timeout_seconds: float, device: torch.de
     if device.type == "cuda" and not all(work.is_completed() for work in works):
         return False
     for work in works:  # on a GPU it does not wait, but lets go of the memory
-        if device.type == "cuda":
-            work.wait()
-        else:
-            work.wait(timedelta(seconds=timeout_seconds))
+        take_part(work, device, timeout_seconds)
     return True
 
 
@@ -158,22 +153,14 @@ class BucketSender:
             self._under_way[slot] = event.query
 
     def drain(self, slot: int) -> None:
-        """Waits until a slot's pack and broadcast are done, like ``synchronize`` but with a bound: a dead peer leaves
-        NCCL hanging. Raises TimeoutError."""
+        """Waits until a slot's pack and broadcast are done. Raises TimeoutError."""
         if (done := self._under_way.pop(slot, None)) is not None:
             self._await(done)
 
     def _await(self, done: Callable[[], bool]) -> None:
-        started = time.monotonic()
-        while not done():
-            waited = time.monotonic() - started
-            if waited > self._timeout:
-                raise TimeoutError(
-                    f"the copies of a bucket did not complete within {KEY_PREFIX}.timeout_seconds={self._timeout:g}; "
-                    "look for a rank that died or hangs, and set the key higher if the link is only slow"
-                )
-            if waited > SPIN_SECONDS:  # a sleep lasts some 70 us, a good part of a bucket's time
-                time.sleep(2e-5)
+        late = f"the copies of a bucket did not complete within {KEY_PREFIX}.timeout_seconds={self._timeout:g}; "
+        late += "look for a rank that died or hangs, and set the key higher if the link is only slow"
+        until(done, self._timeout, late)
 
     def unstage(self) -> None:
         """Gives the staging memory back, once no reader has it mapped."""

@@ -21,6 +21,7 @@ from verl_sync_plugin.errors import RegistryConflictError
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Run, compose
 from verl_sync_plugin.layout.tensors import SCALE, Base, Bucket, Plan, Shard, layers_of
+from verl_sync_plugin.layout.tensors import dtype_name as dtype_name
 from verl_sync_plugin.lora.peft import is_adapter
 from verl_sync_plugin.transport.agreement import Agreement
 
@@ -187,10 +188,6 @@ def rank_in(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def trainer_device() -> torch.device:
     """The device on which this process of verl computes."""
     name = get_device_name()
@@ -277,8 +274,7 @@ class ShardExport:
         parameters stay in host memory and are read there."""
         stock: Any = super().get_per_tensor_param  # type: ignore[misc]
         if not _taken_over:
-            found: tuple[Any, dict[str, Any] | None] = stock(*args, **kwargs)
-            return found
+            return stock(*args, **kwargs)
         return ShardStream(self, lambda: stock(*args, **kwargs)[0]), None
 
 

@@ -63,9 +63,8 @@ class StateDictSource(ParameterSource):
         lengths = self._lengths(names[0], tensor) if isinstance(tensor, DTensor) else (tensor.numel(),)
         held = [Member(name, tuple(tensor.shape), 0) for name in names]
         members = tuple(each for each in held if self._parameters is None or each.name in self._parameters)
-        return _Known(
-            layout, names, self._naming.base_of(names[0], held, tensor.dtype, lengths, bool(members)), members
-        )
+        base = self._naming.base_of(names[0], held, tensor.dtype, lengths, bool(members))
+        return _Known(layout, names, base, members)
 
     def _lengths(self, name: str, tensor: DTensor) -> tuple[int, ...]:
         mesh, placements = tensor.device_mesh, tensor.placements

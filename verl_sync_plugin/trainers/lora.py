@@ -9,11 +9,9 @@ source of a PEFT model under FSDP.
 from __future__ import annotations
 
 import math
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -27,21 +25,13 @@ from verl_sync_plugin.layout.tensors import Base, Member, Shard, View
 from verl_sync_plugin.lora.merge import Scratch, Target, add_squares, full_precision, steps_of
 from verl_sync_plugin.lora.peft import LoRAWeight, Weight, is_adapter, refuse_incomplete
 from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
+from verl_sync_plugin.transport.agreement import take_part, until
 
 # Bytes of whole fp32 factors that are gathered at a time, if one bucket does not need more: every round costs all ranks
 # an exchange over gloo and a collective
 GATHER_BYTES = 64 << 20
 Gathering = Generator[None, None, dict[str, torch.Tensor]]
 Merge = Callable[[torch.Tensor, int], torch.Tensor]  # see ``Shard.merge``
-
-
-def take_part(work: dist.Work, device: torch.device, seconds: float) -> None:
-    """Waits for a collective that was started with ``async_op=True``; raises RuntimeError where another rank did not
-    take part in time. On a GPU this only orders streams; who waits for the result there has a bound."""
-    if device.type == "cuda":
-        work.wait()
-    else:
-        work.wait(timedelta(seconds=seconds))
 
 
 def reached(device: torch.device, seconds: float) -> None:
@@ -51,11 +41,7 @@ def reached(device: torch.device, seconds: float) -> None:
         return
     event = torch.cuda.Event()
     event.record()
-    deadline = time.monotonic() + seconds
-    while not event.query():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"the device did not finish what ranks exchange within {seconds:g} s")
-        time.sleep(2e-4)
+    until(event.query, seconds, f"the device did not finish what ranks exchange within {seconds:g} s")
 
 
 # ---- factors: kept as shards, gathered whole. What is gathered together travels in one collective per dtype: every

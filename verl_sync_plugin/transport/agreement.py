@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -18,8 +19,30 @@ import torch.distributed as dist
 from verl_sync_plugin.errors import RankLostError, SyncError
 from verl_sync_plugin.transport.protocol import together_seconds
 
+SPIN_SECONDS = 0.005
 T = TypeVar("T")
 _numbers = itertools.count()
+
+
+def until(done: Callable[[], bool], seconds: float, late: str) -> None:
+    """Waits for the device without holding it up, like ``synchronize`` but with a bound: a rank that died leaves NCCL
+    hanging. Raises TimeoutError, which says ``late``."""
+    started = time.monotonic()
+    while not done():
+        waited = time.monotonic() - started
+        if waited > seconds:
+            raise TimeoutError(late)
+        if waited > SPIN_SECONDS:  # a sleep lasts some 70 us, a good part of a bucket's time
+            time.sleep(2e-5)
+
+
+def take_part(work: dist.Work, device: torch.device, seconds: float) -> None:
+    """Waits for a collective that was started with ``async_op=True``; raises RuntimeError where another rank did not
+    take part in time. On a GPU this only orders streams; who waits for the result there has a bound."""
+    if device.type == "cuda":
+        work.wait()
+    else:
+        work.wait(timedelta(seconds=seconds))
 
 
 class Ranks(ABC):
@@ -165,8 +188,7 @@ class Agreement:
                     try:
                         next(work)
                     except StopIteration as end:
-                        result: T = end.value
-                        return result
+                        return end.value
                 self.settle(what)
             return None
         finally:

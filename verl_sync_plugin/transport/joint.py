@@ -108,8 +108,7 @@ class JointRanks(Ranks):
         holds by now, which does not wait for it. Raises RuntimeError where ranks were not connected within the bound;
         of those that die later the agreement hears."""
         self._meet(memory.device)
-        work: dist.Work = self._bytes.broadcast(memory, root)
-        return work
+        return self._bytes.broadcast(memory, root)
 
     def _meet(self, device: torch.device) -> None:
         """Once for the group: has NCCL make its communicator, for which it wants all members in the first call."""

@@ -424,11 +424,6 @@ class Regions:
         self._mapped: dict[str, int] = {}
         self._storages: dict[str, Any] = {}
 
-    @property
-    def mapped(self) -> frozenset[str]:
-        """Keys of what is mapped."""
-        return frozenset(self._mapped)
-
     def map(self, wanted: Iterable[Region]) -> None:
         """Maps what is not mapped yet and unmaps all else. Raises RuntimeError or OSError where the memory cannot be
         reached from here."""

@@ -18,22 +18,7 @@ from verl_sync_plugin.rollouts.sglang.refusals import ARGUMENTS
 
 # SGLang's DeepSeek loaders fuse these pairs inside one load_weights call; a pair torn over two calls leaves the fused
 # weight stale without a word (the first of a pair waits for the second)
-FUSED_PAIRS = (
-    ("q_a_proj.weight", "kv_a_proj_with_mqa.weight"),
-    ("q_a_proj.weight_scale_inv", "kv_a_proj_with_mqa.weight_scale_inv"),
-    # DeepSeek-V4's
-    *(
-        (f"{attention}.{one}", f"{attention}.{other}")
-        for attention in ("self_attn", "attn")
-        for one, other in (
-            ("wq_a.weight", "wkv.weight"),
-            ("wq_a.scale", "wkv.scale"),
-            ("wq_a.weight_scale_inv", "wkv.weight_scale_inv"),
-            ("compressor.wkv.weight", "compressor.wgate.weight"),
-            ("indexer.compressor.wkv.weight", "indexer.compressor.wgate.weight"),
-        )
-    ),
-)
+FUSED_PAIRS = tuple((f"q_a_proj.{kind}", f"kv_a_proj_with_mqa.{kind}") for kind in ("weight", "weight_scale_inv"))
 
 # A tied model's one weight as checkpoints have it, and its second name, which most checkpoints leave out
 EMBEDDING = re.compile(r"(?:[a-z_]+\.)*embed_tokens\.weight")

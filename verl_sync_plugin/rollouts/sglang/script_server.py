@@ -74,15 +74,13 @@ class ScriptServer(WeightUpdates):
         """Ends all requests."""
         self.tokenizer_manager.abort_request(abort_all=True)
 
-    async def check_weights(self, action: str) -> dict[str, str]:
-        """SGLang's own ``/weights_checker``: ``reset_tensors`` fills all parameters of all ranks with random numbers,
-        ``checksum`` returns those of the first rank by parameter. Raises RuntimeError where this SGLang cannot do that
-        here (``checksum`` needs a GPU)."""
-        success, message, *rest = await self.tokenizer_manager.check_weights(CheckWeightsReqInput(action=action))
+    async def reset_weights(self) -> None:
+        """Fills all parameters of all ranks with random numbers, by SGLang's own ``/weights_checker``. Raises
+        RuntimeError where that refuses."""
+        request = CheckWeightsReqInput(action="reset_tensors")
+        success, message, *_ = await self.tokenizer_manager.check_weights(request)
         if not success:
-            raise RuntimeError(f"SGLang's weights_checker refused {action}: {message}")
-        ranks = rest[0] if rest else None
-        return dict(ranks[0]["checksums"]) if ranks else {}
+            raise RuntimeError(f"SGLang's weights_checker refused reset_tensors: {message}")
 
     async def digests(self) -> list[dict[str, str]]:
         """For each tensor-parallel rank the digests of its parameters; see ``loader.digests_of``. Raises RuntimeError

@@ -153,7 +153,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
                 prefix, given = f"weights-{self._gate.number}:", obj.extra_key
                 keys = [prefix + (key or "") for key in given] if isinstance(given, list) else prefix + (given or "")
                 obj.extra_key = keys
-            began = compat.weight_version(self.tokenizer_manager) if self._spans else None
+            began = compat.argument(self.tokenizer_manager, "weight_version") if self._spans else None
             async with aclosing(self._generate(obj, request)) as answers:
                 async for answer in answers:
                     for each in answer if isinstance(answer, list) else (answer,):

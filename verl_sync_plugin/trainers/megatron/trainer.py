@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin import log
-from verl_sync_plugin.config.refusals import refuse_megatron_lora
+from verl_sync_plugin.config.refusals import refuse_first, refuse_megatron_lora
 from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.layout.tensors import Base, Shard, View
 from verl_sync_plugin.lora.merge import Target
@@ -72,27 +72,19 @@ class MegatronTrainer(TrainerBackend):
 
 def refuse_engine(engine: Any) -> None:
     """Raises ValueError when a Megatron engine cannot be synced; names key, value and remedy."""
-    # With the last Megatron gathers updated parameters in the next forward pass, which comes after the sync
+    off = f"Set it to False, or {TURN_OFF}"
+    bridge = "weight sync serves Megatron-Bridge, verl's default, and not the deprecated mbridge"
+    megatron_fsdp = getattr(engine.engine_config, "use_megatron_fsdp", False)
+    # Megatron then gathers updated parameters in the next forward pass, which comes after the sync
+    overlap, late = "override_ddp_config.overlap_param_gather=True", "the parameters are not up to date when verl syncs"
     overlaps = (getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False) for chunk in engine.module)
-    for given, text in (
-        (
-            engine.vanilla_bridge,
-            "vanilla_mbridge=True: weight sync serves Megatron-Bridge, verl's default, and not the deprecated mbridge. "
-            f"Set it to False, or {TURN_OFF}.",
-        ),
-        (getattr(engine, "_qat_enabled", False), f"qat.enable=True: weight sync does not quantize; {TURN_OFF}."),
-        (
-            getattr(engine.engine_config, "use_megatron_fsdp", False),
-            f"use_megatron_fsdp=True: weight sync does not read its shards; {TURN_OFF}.",
-        ),
-        (
-            any(overlaps),
-            "override_ddp_config.overlap_param_gather=True: the parameters are not up to date when verl syncs. Set it "
-            "to False.",
-        ),
-    ):
-        if given:
-            raise ValueError(f"actor_rollout_ref.actor.megatron.{text}")
+    refuse_first(
+        "actor_rollout_ref.actor.megatron.",
+        (engine.vanilla_bridge, "vanilla_mbridge=True", bridge, off),
+        (getattr(engine, "_qat_enabled", False), "qat.enable=True", "weight sync does not quantize", off),
+        (megatron_fsdp, "use_megatron_fsdp=True", "weight sync does not read its shards", off),
+        (any(overlaps), overlap, late, "Set it to False"),
+    )
     refuse_megatron_lora(engine.engine_config, engine.model_config)
 
 
@@ -241,8 +233,7 @@ def _advance(work: Gathering) -> dict[str, torch.Tensor] | None:
     try:
         next(work)
     except StopIteration as end:
-        found: dict[str, torch.Tensor] = end.value
-        return found
+        return end.value
     return None
 
 
