@@ -234,7 +234,7 @@ def say_who_moves(report: SyncReport) -> None:
     if "who" not in _said:
         _said.add("who")
         way = f"delivery {report.delivery}, " if report.delivery else "the adapter alone, "
-        size = f"{report.tensors} tensors, {report.nbytes / 2**30:.2f} GiB"
+        size = f"{report.tensors} tensors, {size_text(report.nbytes)}"
         say(f"moves the weights of this run: {report.manager}, {way}{size}")
 
 
