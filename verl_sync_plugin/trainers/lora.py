@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from verl_sync_plugin.config.settings import TURN_OFF, SyncConfig
+from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.copies.packing import chunks_of
 from verl_sync_plugin.layout.tensors import Base, Member, Shard, View
 from verl_sync_plugin.lora.merge import Scratch, Target, add_squares, full_precision, steps_of
@@ -311,10 +311,10 @@ class MergingSource(Merging):
         inner: ParameterSource,
         weights: list[LoRAWeight],
         device: torch.device,
+        timeout_seconds: float,
         merge: bool = True,
         gather_bytes: int = GATHER_BYTES,
         still: Callable[[], None] = lambda: None,
-        timeout_seconds: float = SyncConfig.timeout_seconds,
     ) -> None:
         super().__init__(device, timeout_seconds, merge, gather_bytes)
         self._inner = inner
