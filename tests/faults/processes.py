@@ -70,9 +70,9 @@ class Trainer:
         from verl.workers.config import HFModelConfig
 
         from faults.actor import Handle
-        from verl_sync_plugin.transport.agreement import Agreement
+        from verl_sync_plugin.transport import agreement
 
-        Agreement.__init__.__defaults__ = (SLACK_SECONDS, None)
+        agreement.together_seconds = lambda seconds: 3 * seconds + SLACK_SECONDS
         self._model_config = HFModelConfig(path=self.model)
         self._mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp", "infer_tp", "infer_pp"))
         self._handle = Handle(self._server) if self._server is not None else SimpleNamespace()
