@@ -207,7 +207,7 @@ class Server(Client):
         log: where its output goes.
         options: further words of its command line.
         variables: further ones of its environment.
-        loaders: custom weight loaders besides the plugin's, as SGLang names them.
+        loaders: custom weight loaders next to the plugin's, as SGLang names them.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel makes of matrices in fp8 is, byte for byte, what verl's makes of them. Triton's interpreter cuts
+"""Compares what the kernel makes of matrices in fp8 with what verl's does, byte for byte. Triton's interpreter cuts
 where a GPU rounds: there scales are the same, and values next to each other."""
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class _Unit:
 class QuantizingSource(ParameterSource):
     """Wraps ``inner``; the policy names what is quantized, and the dtype to which values are cast before.
 
-    Device memory besides the buckets: 24 bytes per block of the model, with the kernel's tables some 32 more per block
+    Device memory next to the buckets: 24 bytes per block of the model, with the kernel's tables some 32 more per block
     of this rank's, without it at most 15 per element of ``LONGEST_CHUNK`` for a while.
     """
 
@@ -138,14 +138,9 @@ class QuantizingSource(ParameterSource):
         self._done: set[int] = set()  # units whose scales are those of this sync, by their first
         self._largest = self._scales = self._inverse = torch.empty(0)
         sizes = {size for block in self._blocks.values() for size in block}
-        self._kernel = len(set(self._blocks.values())) == 1 and all(size & (size - 1) == 0 for size in sizes)
-        self._kernel = (
-            self._kernel
-            and kernel_works(device)
-            and (
-                device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)  # older ones know no fp8
-            )
-        )
+        fits = len(set(self._blocks.values())) == 1 and all(size & (size - 1) == 0 for size in sizes)
+        old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)  # knows no fp8
+        self._kernel = fits and not old and kernel_works(device)
         self._tables: dict[object, QuantizeTable] = {}
 
     def agree_on_layout(self, agreement: Agreement) -> ParameterSource:

@@ -301,7 +301,7 @@ class MergingSource(Merging):
     for an engine that serves the adapter itself, and gets the base as it is; ``still`` raises when ``weights`` are not
     what the trainer adapts any more.
 
-    Peak device memory besides the buckets: ``gather_bytes``, or the factors of one bucket's weights where those are
+    Peak device memory next to the buckets: ``gather_bytes``, or the factors of one bucket's weights where those are
     larger, twice, and this rank's part of them once more; in fp32 ``LONGEST_CHUNK`` elements and two rows; of weights
     that are not ``plain`` three times ``LONGEST_CHUNK`` elements, and of fused experts at least one whole expert.
     """

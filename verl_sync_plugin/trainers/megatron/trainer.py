@@ -301,7 +301,7 @@ class BridgeAdapter(ServedAdapter):
         self.settings = build_peft_config_for_vllm(lora)
 
     def look(self) -> None:
-        """Raises ValueError: whatever is trained besides the adapter would stay as it is in the engine."""
+        """Raises ValueError: whatever is trained next to the adapter would stay as it is in the engine."""
         for chunk in map(unwrapped, self._chunks):
             trained = [n for n, p in chunk.named_parameters() if p.requires_grad and p.numel() and ".adapter." not in n]
             if getattr(chunk.config, "moe_router_enable_expert_bias", False):
