@@ -4,19 +4,26 @@ where a GPU rounds: there scales are the same, and values next to each other."""
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from receiving import WORLD, Engine, Tensors, Weights
 
 from verl_sync_plugin.copies.copier import BucketMemory
 from verl_sync_plugin.copies.packing import Packer
-from verl_sync_plugin.engine.load import Assembler
+from verl_sync_plugin.engine.load import Assembler, ModelLoad
 from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.tensors import Base, Shard, View
+from verl_sync_plugin.layout.tensors import SCALE, Base, Plan, Shard, View
 from verl_sync_plugin.trainers import fp8
 from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy
+from verl_sync_plugin.transport import memory
+from verl_sync_plugin.transport.memory import LiveParameters, Region
+from verl_sync_plugin.transport.protocol import Manifest
 
 SHAPES = {"even": (256, 384), "uneven": (150, 300), "small": (5, 130), "wide": (1, 5000), "zero": (128, 128)}
 
@@ -78,3 +85,153 @@ def test_a_matrix_is_quantized_as_by_verl(
         packer.pack(index, torch.empty(plan.slot_bytes, dtype=torch.uint8, device=device), shards)
     names = {entry.name for index in packer.broken() for entry in plan.buckets[index].entries}
     assert "even_scale_inv" in names
+
+
+SIZE = 16
+CUT = {"rows": (48, 32), "columns": (32, 64), "gate": (16, 32), "up": (16, 32), "uneven": (25, 45)}
+
+
+class Cut(ParameterSource):
+    """What one of three ranks holds of matrices that are cut anywhere."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self.group: Any = SimpleNamespace(rank=rank)
+        self.edges = {name: [0, r * c // 3 + 5, r * c // 2 + 30, r * c] for name, (r, c) in CUT.items()}
+        ends = {name: edges[rank : rank + 2] for name, edges in self.edges.items()}
+        dtype = [torch.bfloat16, torch.float32, torch.bfloat16][rank]
+        self.runs = {name: torch.zeros(end - begin, dtype=dtype, device=device) for name, (begin, end) in ends.items()}
+
+    def shards(self) -> list[Shard]:
+        found = []
+        for name, run in self.runs.items():
+            lengths = tuple(b - a for a, b in itertools.pairwise(self.edges[name]))
+            view = View(name, CUT[name], 0, sum(lengths))
+            found.append(Shard(Base(name, "bfloat16", 2, lengths, (view,)), partial(run.view, -1), run=run))
+        return found
+
+
+class Rank(torch.nn.Module):
+    """A tensor-parallel rank: some rows, some columns, two matrices in one parameter, and one whole."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        shapes = {"rows": (32, 32), "columns": (32, 32), "both": (32, 32), "uneven": (25, 45)}
+        for name, (rows, columns) in shapes.items():
+            scales = torch.zeros(-(-rows // SIZE), -(-columns // SIZE), device=device)
+            values = torch.zeros(rows, columns, dtype=torch.float8_e4m3fn, device=device)
+            for key, tensor in ((name, values), (name + SCALE, scales)):
+                self.register_parameter(key, torch.nn.Parameter(tensor, requires_grad=False))
+
+    def load_weights(self, weights: Weights) -> None:
+        for name, tensor in weights:
+            matrix, unit = name.removesuffix(SCALE), 1 if name.endswith(SCALE) else SIZE
+            end = SCALE if unit == 1 else ""
+            parameter = getattr(self, ("both" if matrix in ("gate", "up") else matrix) + end).data
+            if matrix == "rows":
+                parameter.copy_(tensor[unit:])
+            elif matrix == "columns":
+                parameter.copy_(tensor[:, unit : 3 * unit])
+            elif matrix == "uneven":
+                parameter.copy_(tensor)
+            else:
+                parameter[unit if matrix == "up" else 0 :][:unit].copy_(tensor)
+
+
+class InFp8(Engine):
+    fp8_block = (SIZE, SIZE)  # type: ignore[assignment]
+
+
+class Exporter:
+    """Of memory that the reader has by the same addresses, because it is the same process."""
+
+    def find(self, run: torch.Tensor) -> tuple[int, int]:
+        return run.data_ptr() // 512 * 512, run.data_ptr() % 512
+
+    def identities(self, allocations: tuple[int, ...]) -> object:
+        return allocations
+
+    def export(self, allocation: int) -> Region:
+        return Region("own", str(allocation), 1 << 20, ())
+
+
+class Mapped:
+    def address(self, region: Region) -> int:
+        return int(region.key)
+
+    def flat(self, region: Region) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+
+def prepare(sources: list[fp8.QuantizingSource], bases: tuple[int, ...]) -> None:
+    """Has all ranks find the scales; each hears of the largest magnitudes of the others."""
+    ready = [source.prepare(bases) for source in sources]
+    for each in ready:
+        next(each, None)
+
+    def all_reduce(largest: torch.Tensor, *_: object, **__: object) -> Any:
+        largest.copy_(torch.stack([source._largest for source in sources]).amax(0)[: len(largest)])
+        return SimpleNamespace(wait=lambda *_: True)
+
+    with mock.patch.object(torch.distributed, "all_reduce", all_reduce):
+        for each in ready:
+            next(each, None)
+
+
+@pytest.mark.parametrize("bucket_bytes", [700, 1 << 20])
+@torch.no_grad()
+def test_an_engine_rank_quantizes_what_it_reads_in_place(
+    bucket_bytes: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bytes and the same hashes as where trainer ranks quantize what they pack."""
+    monkeypatch.setattr(fp8, "kernel_works", lambda device: True)
+    monkeypatch.setattr(fp8, "rank_in", lambda group: group.rank)
+    monkeypatch.setattr(memory, "CudaExporter", Exporter)
+    monkeypatch.setattr(memory, "SharedFileExporter", Exporter)
+    place = torch.device(device)
+    inner = [Cut(rank, place) for rank in range(WORLD)]
+    policy = WirePolicy(torch.bfloat16, blocks=dict.fromkeys(CUT, (SIZE, SIZE)))
+    sources = [fp8.QuantizingSource(each, policy, place, 30.0) for each in inner]
+    plan: Plan = plan_buckets(tuple(shard.base for shard in sources[0].shards()), bucket_bytes, True)
+    packers = [Packer(place, plan, rank) for rank in range(WORLD)]
+    parameters = [LiveParameters(place, plan, rank) for rank in range(WORLD)]
+    models = [Rank(place), Rank(place)]
+    staged, direct = (ModelLoad(InFp8(model, 0), Manifest.of(plan), place) for model in models)
+    every = tuple(range(len(plan.bases)))
+    for seed in range(2):  # the second with the tables of the first
+        generator = torch.Generator().manual_seed(seed)
+        for name, (rows, columns) in CUT.items():
+            drawn = (torch.randn(rows, columns, generator=generator) * torch.logspace(-3, 3, columns)).bfloat16()
+            for each in inner:
+                begin, end = each.edges[name][each.group.rank :][:2]
+                each.runs[name].copy_(drawn.view(-1)[begin:end])
+        shards = [source.shards() for source in sources]
+        assert all(source.in_place for source in sources)
+        found = [mine.look(some) for mine, some in zip(parameters, shards, strict=True)]
+        prepare(sources, every)
+        sums = list[Tensors]()
+        for load, packs in ((staged, True), (direct, False)):
+            for parameter in load._model.module.parameters():
+                parameter.view(torch.uint8).fill_(0xA5)
+            load.begin()
+            assert not load.obstacle and not load.map.left
+            slots = [torch.zeros(plan.slot_bytes, dtype=torch.uint8, device=place) for _ in range(WORLD)]
+            for packer, mine, some in zip(packers, parameters, shards, strict=True):
+                packer.begin()
+                if not packs:
+                    packer.read(some, mine.found)
+            for index in range(len(plan.buckets) if packs else 0):
+                for packer, slot, some in zip(packers, slots, shards, strict=True):
+                    packer.pack(index, slot, some)
+                load.load(index, slots)
+            if not packs:
+                load.load_in_place(found, 1, Mapped())  # type: ignore[arg-type]
+            load.finish()
+            sums.append({"packed": torch.stack([packer.sums() for packer in packers]).sum(0)})
+            sums[-1] |= {
+                "read": torch.frombuffer(bytearray(load.sums()), dtype=torch.int64),
+                "held": torch.frombuffer(bytearray(load.held().sums), dtype=torch.int64),
+            }
+        for key, of_staged in sums[0].items():
+            assert torch.equal(of_staged, sums[1][key]), (key, seed)
+        for (name, one), (_, other) in zip(*(model.named_parameters() for model in models), strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (name, seed)

@@ -149,31 +149,39 @@ def move_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["rows"])
 def quantize_rows(  # type: ignore[no-untyped-def]
-    table,  # int64 (8, n): base, first element, target; elements per line; lines, columns; columns before them, scale
+    table,  # int64 (12, n): base, first element, target, position; elements per line read and written; lines, columns,
+    # columns of the block before them; base and number of the scale; group
     rows,
-    bases,  # int64: the target address, then the source addresses
-    scales,  # fp32: one per block
+    bases,  # int64: the target address, then the source addresses, scales (fp32, one per block) among them
+    sums,
     SOURCE: tl.constexpr,  # dtype of what is read
     CAST: tl.constexpr,  # dtype to which it is cast first
     HIGH: tl.constexpr,  # lines and columns of a block; a row lies in one line of blocks
     WIDE: tl.constexpr,
-    ALIGNED: tl.constexpr,  # sources, targets, lines and columns are at multiples of 16 bytes, and rows begin a block
-    WRITE: tl.constexpr,  # what is read times its scale; else the scale becomes at least its largest magnitude
+    ALIGNED: tl.constexpr,  # all places, lines and columns are at multiples of 16 bytes, and rows begin a block
+    MEASURE: tl.constexpr,  # a scale becomes at least the largest magnitude; else what is read is divided by it
+    COPY: tl.constexpr,
+    HASH: tl.constexpr,  # of what is written; elements read on one line are in consecutive places
 ):
     row = tl.program_id(0)
     source = tl.load(bases + 1 + tl.load(table + row)).to(tl.pointer_type(SOURCE)) + tl.load(table + rows + row)
     target = (tl.load(bases) + tl.load(table + 2 * rows + row)).to(tl.pointer_type(tl.float8e4nv))
-    stride = tl.load(table + 3 * rows + row)
-    high = tl.load(table + 4 * rows + row)
-    wide = tl.load(table + 5 * rows + row)
-    before = tl.load(table + 6 * rows + row)
-    scale = scales + tl.load(table + 7 * rows + row)
+    position = tl.load(table + 3 * rows + row)
+    stride = tl.load(table + 4 * rows + row)
+    target_stride = tl.load(table + 5 * rows + row)
+    high = tl.load(table + 6 * rows + row)
+    wide = tl.load(table + 7 * rows + row)
+    before = tl.load(table + 8 * rows + row)
+    scale = tl.load(bases + 1 + tl.load(table + 9 * rows + row)).to(tl.pointer_type(tl.float32))
+    scale += tl.load(table + 10 * rows + row)
     if ALIGNED:
         source = tl.multiple_of(source, 16)
         target = tl.multiple_of(target, 16)
         stride = tl.multiple_of(stride, 16)
+        target_stride = tl.multiple_of(target_stride, 16)
         wide = tl.multiple_of(wide, 16)
     line = tl.arange(0, HIGH)
+    total = tl.zeros((HIGH, WIDE // 8 if ALIGNED else WIDE), dtype=tl.uint64)
     for block in range(0, tl.cdiv(before + wide, WIDE)):
         column = block * WIDE + tl.arange(0, WIDE)
         if not ALIGNED:
@@ -181,19 +189,29 @@ def quantize_rows(  # type: ignore[no-untyped-def]
         mask = (line < high)[:, None] & ((column >= 0) & (column < wide))[None, :]
         at = line[:, None] * stride + column[None, :]
         values = tl.load(source + at, mask=mask, other=0.0).to(CAST).to(tl.float32)
-        if WRITE:
-            made = tl.clamp(values * tl.load(scale + block), -448.0, 448.0).to(tl.float8e4nv)
-            tl.store(target + at, made, mask=mask)
-        else:
+        if MEASURE:
             found = tl.abs(values)
             found = tl.where(found < float("inf"), found, float("inf"))  # NaN, too
             tl.atomic_max(scale + block, tl.max(tl.max(found, 1), 0))
+        else:
+            made = tl.clamp(values * (1.0 / tl.load(scale + block)), -448.0, 448.0).to(tl.float8e4nv)
+            if COPY:
+                tl.store(target + line[:, None] * target_stride + column[None, :], made, mask=mask)
+            if HASH:  # outside of the mask are zeros, which add nothing
+                word, bits = placed(made.to(tl.int8, bitcast=True), position + at, 1)
+                if ALIGNED:
+                    bits = tl.sum(tl.reshape(bits, (HIGH, WIDE // 8, 8)), 2)
+                    eighth = block * (WIDE // 8) + tl.arange(0, WIDE // 8)
+                    word = (position + line * stride)[:, None] // 8 + eighth[None, :]
+                total += weighed(bits, word)
+    if HASH:
+        group = tl.load(table + 11 * rows + row)
+        tl.atomic_add(sums + group, tl.sum(tl.sum(total, 1), 0).to(tl.int64))
 
 
 @triton.jit
-def divide(largest, scales, inverse, count, least, most, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def divide(largest, scales, count, least, most, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Divides as Triton does, which is not to the last bit as torch does: verl's kernel is Triton's."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     scale = tl.maximum(tl.load(largest + at, mask=at < count, other=1.0), least) / most
     tl.store(scales + at, scale, mask=at < count)
-    tl.store(inverse + at, 1.0 / scale, mask=at < count)

@@ -9,16 +9,19 @@ is the byte of the bucket at which it begins.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from verl_sync_plugin.copies.plain import Block, hash_bytes, runs
 from verl_sync_plugin.copies.table import KernelTable, addresses, kernel_works
 from verl_sync_plugin.layout.strided import Partition, Run
-from verl_sync_plugin.layout.tensors import Bucket, Hull, Plan, Shard, Slice, hulls_of, numbers_of
+from verl_sync_plugin.layout.tensors import Bucket, Fill, Hull, Plan, Shard, Slice, hulls_of, numbers_of
 
-# How a shard is read: by the kernel as it is, by the kernel cast from fp32 to bf16, by torch
-AS_IS, CAST, ALONE = range(3)
+# How a shard is read: by the kernel as it is, by the kernel cast from fp32 to bf16, by torch, or by its own ``fill``,
+# which also reads it in place
+AS_IS, CAST, ALONE, QUANTIZED = range(4)
+_NOT_IN_TABLES = (ALONE, QUANTIZED)
 # Elements that are moved to the device or merged at a time, but for a short rest, which goes with those before it; in
 # fp32 a whole bucket of them would take twice its size
 MERGE_CHUNK = 1 << 24
@@ -64,7 +67,7 @@ class Found:
 
     def run(self, base: int, shard: Shard) -> torch.Tensor | None:
         """The live memory of a shard; ``None`` where there is none to speak of."""
-        if shard.merge is not None or base in self._copied:
+        if (shard.merge is not None and shard.fill is None) or base in self._copied:
             return None
         if shard.run is not None:
             return shard.run
@@ -79,6 +82,8 @@ class Found:
     def _kind(self, shard: Shard, run: torch.Tensor | None) -> int:
         if run is None or run.device != self._device or not run.is_contiguous() or run.data_ptr() % 16:
             return ALONE
+        if shard.fill is not None:
+            return QUANTIZED if run.dtype in (torch.bfloat16, torch.float32) else ALONE
         wire = getattr(torch, shard.base.dtype)
         if run.dtype == wire:
             return AS_IS
@@ -120,7 +125,7 @@ class PackTable:
         self._slot = -1
         if self.found.kinds != self._kinds:
             self._kinds = kinds = self.found.kinds
-            self.alone = [p for bucket in self._buckets for p in bucket.slices if kinds.get(p.base) == ALONE]
+            self.alone = [p for bucket in self._buckets for p in bucket.slices if kinds.get(p.base) in _NOT_IN_TABLES]
             blocks = [block for bucket in self._buckets for block in self._blocks(bucket)]
             self._table = KernelTable(blocks, self._device)
 
@@ -146,14 +151,15 @@ class PackTable:
         for part in bucket.slices:
             base, kind = self._plan.bases[part.base], self.found.kinds.get(part.base)
             count = part.count(base, self._rank)
-            if count <= 0 or (kind == ALONE and not self._read_alone):
+            alone = kind in _NOT_IN_TABLES
+            if count <= 0 or (alone and not self._read_alone):
                 continue
             grow, dtype = 2 if kind == CAST else 1, base.dtype if "float" in base.dtype else ""
             size = base.itemsize
             run = Run(segment * bucket.stride + part.offset, part.begin * size, count * size)  # and where in the shard
             for index, found in partition.meet(run):
                 at, group = found.source, self._tensors[hulls[index].names[0]]
-                place, source = (len(places), at) if kind == ALONE else (places[part.base], found.target * grow)
+                place, source = (len(places), at) if alone else (places[part.base], found.target * grow)
                 yield Block(source, at, at, found.width, base=place, group=group, grow=grow, dtype=dtype)
 
 
@@ -185,6 +191,8 @@ class Packer:
         self._flags = torch.zeros(len(self._tensors), dtype=torch.int64, device=device)
         self._tables: dict[int, PackTable] = {}
         self._whole: PackTable | None = None
+        self._quantized: list[Slice] = []  # where they are only read, with their bytes of the bucket
+        self._groups: dict[str, int] = {}  # numbers of tensors of which one of tied ones counts
 
     def begin(self) -> None:
         """Once per sync, before the first bucket."""
@@ -229,8 +237,17 @@ class Packer:
         if self._whole is None or self._whole.found is not found:
             parts = (self.plan, self.plan.buckets, self.rank, self._tensors, self._device)
             self._whole = PackTable(*parts, found)
+            for bucket in self.plan.buckets:
+                low, kinds = segment_of(bucket, self.rank) * bucket.stride, found.kinds
+                quantized = [part for part in bucket.slices if kinds.get(part.base) == QUANTIZED]
+                self._quantized += (replace(part, offset=low + part.offset) for part in quantized)
+                hulls = hulls_in_segment(bucket, self.rank) if quantized else []
+                self._groups |= {name: self._tensors[hull.names[0]] for hull in hulls for name in hull.names}
         self._whole.refresh()
         self._whole.run(0, self._sums, self._flags, copy=False)
+        if self._quantized and (fill := shards[self._quantized[0].base].fill):
+            left = fill(0, self._quantized, (self._groups, self._sums))
+            assert not left, "of another kind"
 
     def _read_plain(self, bucket: Bucket, memory: torch.Tensor, origin: int) -> None:
         """Hashes what this rank has packed, and flags the tensors with a NaN or Inf in it; costs a read more than the
@@ -276,10 +293,10 @@ def pack_slices(segment: torch.Tensor, parts: Sequence[Slice], shards: list[Shar
         shards: all shards of this rank, by base index.
     """
     typed: dict[str, torch.Tensor] = {}
-    at_once: dict[object, list[Slice]] = {}
+    at_once: dict[Fill | None, list[Slice]] = {}
     for part in parts:
         at_once.setdefault(shards[part.base].fill, []).append(part)
-    rest = [part for fill, some in at_once.items() for part in (fill(segment, some) if callable(fill) else some)]
+    rest = [part for fill, some in at_once.items() for part in (fill(segment.data_ptr(), some) if fill else some)]
     for part in rest:
         shard = shards[part.base]
         run, base = shard.local(), shard.base

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from verl_sync_plugin.copies.plain import Block
+from verl_sync_plugin.layout.tensors import dtype_name
 from verl_sync_plugin.log import say
 
+BAND = 4  # blocks that one program quantizes
 ROW_BYTES = 128 * 1024  # what one program copies: small enough to fill the machine, large enough for a short table
 # Of the elements in an 8-byte word: all bits of the exponents, and the lowest bit of each
 EXPONENTS = {
@@ -151,55 +154,108 @@ class KernelTable:
             )  # fmt: skip
 
 
+class Rectangle(NamedTuple):
+    """Lines of a matrix that are measured, or quantized to fp8.
+
+    Attributes:
+        row, column: of the first element in the whole matrix.
+        lines, columns: how many.
+        base, source: where the first element is read; in elements.
+        stride: from one line to the next, in elements read, which is also that in the bucket.
+        target, target_stride: where it is written, in bytes.
+        position: its byte in the bucket, for the hash.
+        scale_base, scale, scales: where the matrix's first scale is, in elements, and how many a line of blocks has.
+        group: number of the sum that the hash goes into.
+    """
+
+    row: int
+    column: int
+    lines: int
+    columns: int
+    base: int
+    source: int
+    stride: int
+    target: int
+    target_stride: int
+    position: int
+    scale_base: int
+    scale: int
+    scales: int
+    group: int
+
+    def rows(self, high: int, wide: int) -> np.ndarray:
+        """Rows of the kernel's table, each in one line of blocks of ``high`` times ``wide``."""
+        y = np.arange(-(self.row % high), self.lines, high).clip(0)[:, None]
+        x = np.arange(-(self.column % wide), self.columns, wide * BAND).clip(0)
+        read, written = y * self.stride + x, y * self.target_stride + x
+        scale = (self.row + y) // high * self.scales + (self.column + x) // wide + self.scale
+        below, right = np.diff(y, axis=0, append=self.lines), np.diff(x, append=self.columns)
+        found = (
+            self.base, self.source + read, self.target + written, self.position + read, self.stride, self.target_stride,
+            below, right, (self.column + x) % wide, self.scale_base, scale, self.group,
+        )  # fmt: skip
+        return np.stack(np.broadcast_arrays(*found), -1).reshape(-1, len(found))
+
+
 class QuantizeTable:
     """Parts of matrices that the kernel measures, or quantizes to fp8, block by block.
 
     Args:
-        rows: int64 of shape ``(n, 8)``; see ``kernel.quantize_rows``.
+        rectangles: of one dtype each.
         dtypes: of what is read, and to which it is cast first.
         block: rows and columns of a block, powers of two.
         device: where the kernel runs.
+        homes: as for ``KernelTable``.
     """
 
     def __init__(
-        self, rows: np.ndarray, dtypes: tuple[torch.dtype, torch.dtype], block: tuple[int, int], device: torch.device
-    ) -> None:
-        _, source, target, stride, _, columns, before, _ = rows.T
-        wide = ((source * dtypes[0].itemsize | target | stride | columns) % 16 == 0) & (before == 0)
+        self, rectangles: Iterable[Rectangle], dtypes: tuple[torch.dtype, torch.dtype], block: tuple[int, int],
+        device: torch.device, homes: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        rows = np.concatenate([np.empty((0, 12), np.int64), *(each.rows(*block) for each in rectangles)])
+        if len(homes):
+            rows = rows[alternating(np.array(homes)[rows[:, 0]], rows[:, 6] * rows[:, 7])]
+        _, source, target, position, stride, target_stride, _, columns, before, *_ = rows.T
+        places = source * dtypes[0].itemsize | target | position | stride | target_stride | columns
+        wide = (places % 16 == 0) & (before == 0) & (block[1] % 8 == 0)
         parts = ((aligned, rows[wide == aligned]) for aligned in (True, False))
         self._parts = [(aligned, torch.from_numpy(part.T.copy()).to(device)) for aligned, part in parts if len(part)]
         self._dtypes, self._block, self._device = dtypes, block, device
         self._known, self._bases = list[int](), torch.empty(0)
 
-    def run(self, pointers: Sequence[int], scales: torch.Tensor, write: bool) -> None:
+    def run(
+        self, pointers: Sequence[int], sums: torch.Tensor | None = None, copy: bool = True, measure: bool = False
+    ) -> None:
         """Starts on the current stream.
 
         Args:
-            pointers: the target address, then the source addresses.
-            scales: fp32, one per block: what values are multiplied by, or what becomes the largest magnitude.
-            write: False only measures.
+            pointers: the target address, then the source addresses, those of the scales among them.
+            sums: as for ``KernelTable``; ``None`` does not hash.
+            copy: False only reads.
+            measure: the scales become the largest magnitudes, and nothing is quantized.
         """
         from verl_sync_plugin.copies import kernel
 
         if self._known != pointers:
             self._known, self._bases = [*pointers], addresses(pointers[0], pointers[1:], self._device)
         lie_well = not any(pointer % 16 for pointer in pointers)
-        dtypes = [getattr(kernel.tl, str(dtype).removeprefix("torch.")) for dtype in self._dtypes]
+        dtypes = [getattr(kernel.tl, dtype_name(dtype)) for dtype in self._dtypes]
+        hashed = self._bases if sums is None else sums
         for aligned, table in self._parts:
             kernel.quantize_rows[(table.shape[1],)](
-                table, table.shape[1], self._bases, scales, *dtypes, *self._block, aligned and lie_well, write,
-                num_warps=8,
+                table, table.shape[1], self._bases, hashed, *dtypes, *self._block, aligned and lie_well, measure, copy,
+                sums is not None, num_warps=8,
             )  # fmt: skip
 
 
-def scales_of(largest: torch.Tensor, least: float, most: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs ``kernel.divide``: scales of blocks, fp32 of shape ``(n,)``, and their inverses."""
+def scales_of(largest: torch.Tensor, least: float, most: float) -> torch.Tensor:
+    """Runs ``kernel.divide``: the scales of blocks, fp32 of shape ``(n,)``."""
     from verl_sync_plugin.copies import kernel
 
-    scales, inverse = torch.empty_like(largest), torch.empty_like(largest)
+    scales = torch.empty_like(largest)
     count, block = largest.numel(), kernel.READ_BLOCK
-    kernel.divide[(-(-count // block),)](largest, scales, inverse, count, least, most, block)
-    return scales, inverse
+    kernel.divide[(-(-count // block),)](largest, scales, count, least, most, block)
+    return scales
 
 
 def addresses(target: int, sources: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch
 
 from verl_sync_plugin.copies.copier import BucketMemory, Copier, Memory, Prepared
 from verl_sync_plugin.copies.plain import Block
+from verl_sync_plugin.copies.table import QuantizeTable, Rectangle
 from verl_sync_plugin.engine.introduce import (
     Places,
     in_box,
@@ -39,14 +40,15 @@ from verl_sync_plugin.layout.load_map import (
     read_parts,
     size_of,
 )
-from verl_sync_plugin.layout.strided import Partition, Run, compose, in_step
-from verl_sync_plugin.layout.tensors import Entry, Hull, hulls_of, numbers_of
+from verl_sync_plugin.layout.strided import Partition, Run, compose, in_rows, in_step
+from verl_sync_plugin.layout.tensors import SCALE, Entry, Hull, hulls_of, numbers_of
 from verl_sync_plugin.log import by_reason, say
 from verl_sync_plugin.transport.memory import Live, Regions
 from verl_sync_plugin.transport.protocol import Held, Manifest
 
 MOST_BLOCKS = 512  # of one tensor in one bucket; one that arrives in more pieces goes through scratch memory
 NAMED = 5  # names of a list in a message
+FP8 = "float8_e4m3fn"
 Layout = tuple[tuple[object, ...], ...]
 _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -143,7 +145,7 @@ class ModelLoad:
         if before is not None and before._shapes() == self._shapes():
             self.map, self._places, self._key, self._layout = before.map, before._places, before._key, before._layout
         self._tries, self._compiled = 0, False
-        self._live: tuple[tuple[str, ...], Memory, tuple[Prepared, Prepared]] | None = None
+        self._live: tuple[tuple[str, ...], Memory, tuple[Prepared, Prepared], list[QuantizeTable]] | None = None
         self._traffic: dict[int | None, tuple[int, int]] = {}
 
     def _shapes(self) -> list[tuple[object, ...]]:
@@ -261,19 +263,26 @@ class ModelLoad:
 
     def _blocks(self, entry: Entry, segment: int, packed: bool = False) -> Iterator[Block]:
         """Composes a bucket's pieces of a tensor with its moves; ``packed`` is only read."""
-        size = size_of(entry.dtype)
+        size, tensor = size_of(entry.dtype), self._numbers[entry.name] if entry.dtype == FP8 else -1
         for part, move in self._moves.get(entry.name, ()):
             first = 0 if packed else self._places.flats[move.place].data_ptr()
             for run in (move.box.packed() if packed else move.box).runs(size):
                 for piece in entry.pieces:
-                    for found in compose(piece, run):
+                    composed = compose(piece, run)
+                    if tensor < 0:
+                        places = composed
+                    else:  # the same bytes, from the bucket into the tensor
+                        strides = run.source_stride, run.source_stride
+                        places = compose(piece, Run(run.source, run.source, run.width, run.count, *strides))
+                    for found, inside in zip(composed, places, strict=True):
                         width, count = found.width, found.count
-                        strides = found.source_stride, found.target_stride, found.source_stride
-                        if count > 1 and strides == (width, width, width):
-                            width, count, strides = width * count, 1, (0, 0, 0)
+                        apart = found.source_stride, found.target_stride, inside.target_stride
+                        if count > 1 and apart == (width, width, width):
+                            width, count, apart = width * count, 1, (0, 0, 0)
                         yield Block(
-                            found.source, first + found.target, found.source, width, count, *strides,
-                            base=found.source // segment, group=part,
+                            found.source, first + found.target, found.source, width, count, *apart[:2], apart[0],
+                            base=found.source // segment, group=part, tensor=tensor, place=inside.target,
+                            place_stride=apart[2],
                         )  # fmt: skip
 
     # ----------------------------------------------------------------------------------------------------- the load
@@ -311,7 +320,10 @@ class ModelLoad:
             return "there is no Triton kernel in the engine"
         for left in self.map.left:
             return f"the model loads {self._names[left.tensor]} itself"
-        return next((f"{name} is kept in another dtype or order" for name in self._by_scratch), "")
+        for name in self._by_scratch:
+            return f"{name} is copied through scratch memory"
+        whole = (self._names[number] for number in self._whole)
+        return next((f"{name} is in fp8 and tied" for name in whole if self._entries[name].dtype == FP8), "")
 
     def load_in_place(self, lives: Sequence[Live], place: int, regions: Regions) -> None:
         """Loads everything from where the trainer ranks hold it; copies may still run when it returns.
@@ -329,16 +341,44 @@ class ModelLoad:
             found = [region for live in lives for region in live.regions]
             flats = [] if self.device.type == "cuda" else [regions.flat(region) for region in found]
             memory = Memory(self.device, [regions.address(region) for region in found], flats)
-            copies, reads = list[Block](), list[Block]()
-            for index, work in enumerate(self._works):
-                where = _Where(index, self.manifest, lives, place)
-                copies.extend(moved for block in work.copies for moved in where.moved(block))
+            copies, reads, quantized = list[Block](), list[Block](), list[Block]()
+            wheres = [_Where(index, self.manifest, lives, place) for index in range(len(self._works))]
+            for work, where in zip(self._works, wheres, strict=True):
+                for moved in (moved for block in work.copies for moved in where.moved(block)):
+                    (quantized if moved.tensor >= 0 and moved.grow > 1 else copies).append(moved)
                 reads.extend(moved for block in work.reads for moved in where.moved(block))
             homes = [(rank - place) % len(lives) for rank, live in enumerate(lives) for _ in live.regions]
-            self._live = keys, memory, (self._copier.prepare(copies, homes), self._copier.prepare(reads, homes))
-        _, memory, (ready, read) = self._live
-        ready.run(memory, self._read_sums)
+            prepared = self._copier.prepare(copies, homes), self._copier.prepare(reads, homes)
+            self._live = keys, memory, prepared, self._quantizing(quantized, wheres, homes)
+        _, memory, (copied, read), tables = self._live
+        copied.run(memory, self._read_sums)
         read.run(memory, self._read_sums, copy=False)
+        for table in tables:
+            table.run([0, *memory.starts], self._read_sums)
+
+    def _quantizing(
+        self, blocks: Sequence[Block], wheres: Sequence[_Where], homes: Sequence[int]
+    ) -> list[QuantizeTable]:
+        """Tables of what lies in bf16 or fp32 and goes to parameters in fp8, a table for each of these dtypes. Raises
+        ValueError where the scales of a matrix lie in several pieces in the trainer."""
+        if not blocks:
+            return []
+        lies = dict[str, set[tuple[int, int]]]()  # of scales: region, and byte in it of the first one
+        for where, entries in zip(wheres, self.manifest.buckets, strict=True):
+            for entry in (entry for entry in entries if entry.name.endswith(SCALE)):
+                for piece in entry.pieces:
+                    moved = where.moved(Block(piece.source, 0, piece.source, 1))
+                    lies.setdefault(entry.name, set()).update((m.base, m.source - piece.target) for m in moved)
+        found, size = dict[int, list[Rectangle]](), self._model.fp8_block
+        for block in blocks:
+            name = self._names[block.tensor]
+            (scales,) = lies[name + SCALE]
+            found.setdefault(block.grow, []).extend(_rectangles(block, self._entries[name].shape[1], size[1], *scales))
+        dtypes = {2: torch.bfloat16, 4: torch.float32}
+        return [
+            QuantizeTable(each, (dtypes[grow], torch.bfloat16), size, self.device, homes)
+            for grow, each in found.items()
+        ]
 
     def forget_lives(self) -> None:
         """Regions are about to be unmapped; mapped again, they may lie elsewhere."""
@@ -466,15 +506,37 @@ class _Where:
         for number, run in self._partition.meet(read):
             left -= run.width * run.count
             first, _, region, source, grow = self._rows[number]
+            place = block.place
+            if block.tensor >= 0:
+                number, inside = divmod(run.source - block.source, block.source_stride or block.width)
+                place += number * block.place_stride + inside
             yield Block(
                 source + (run.source - first) * grow, run.target, run.source, run.width, run.count,
                 run.source_stride * grow, run.target_stride, run.source_stride, region, block.group, grow,
+                tensor=block.tensor, place=place, place_stride=block.place_stride,
             )  # fmt: skip
         if left:
             last = read.source + (read.count - 1) * read.source_stride + read.width - 1
             raise ValueError(
                 f"no trainer rank has said where {left} of bytes {read.source} to {last} of bucket {self._bucket} lie"
             )
+
+
+def _rectangles(block: Block, columns: int, wide: int, scale_base: int, first: int) -> Iterator[Rectangle]:
+    """The parts of a matrix in fp8 that a block makes of a trainer rank's values. Its scales, one for ``wide`` columns,
+    lie from byte ``first`` of region ``scale_base`` on."""
+    tall = block.count > 1 and block.place_stride == columns and block.place % columns + block.width <= columns
+    for number in range(1 if tall else block.count):
+        place = block.place + number * block.place_stride
+        runs = [Run(0, place, block.width, block.count)] if tall else in_rows(Run(0, place, block.width), columns)
+        stride, target_stride = (block.position_stride, block.target_stride) if tall else (columns, columns)
+        for run in runs:
+            read, written = (number * each + run.source for each in (block.position_stride, block.target_stride))
+            yield Rectangle(
+                *divmod(run.target, columns), run.count, run.width, block.base, block.source // block.grow + read,
+                stride, block.target + written, target_stride, block.position + read, scale_base, first // 4,
+                -(-columns // wide), block.group,
+            )  # fmt: skip
 
 
 def _views(constant: Constant, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -134,6 +134,21 @@ def _row_by_row(first: Run, second: Run) -> Iterator[tuple[int, int, int, int, i
             yield i, i + shift, count, first.target + i * stride + begin, end - begin
 
 
+def in_rows(run: Run, columns: int) -> Iterator[Run]:
+    """Cuts what goes into a matrix into runs whose repetitions lie in the same columns of rows that follow on."""
+    if run.count > 1 and run.target_stride == columns and run.target % columns + run.width <= columns:
+        yield run
+        return
+    for plain in run.repeats():
+        source, target, left = plain.source, plain.target, plain.width
+        while left:
+            column = target % columns
+            count, width = (left // columns, columns) if column == 0 and left >= columns else (1, 0)
+            width = width or min(left, columns - column)
+            yield Run(source, target, width, count, columns, columns)
+            source, target, left = source + count * width, target + count * width, left - count * width
+
+
 class Partition:
     """Plain runs, in ascending order of target, whose targets are disjoint parts of one space."""
 

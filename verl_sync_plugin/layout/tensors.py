@@ -12,10 +12,10 @@ reads what it needs where it lies; another one is completed on every rank by bro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verl_sync_plugin.layout.strided import Run
 
@@ -161,6 +161,16 @@ class Member:
     strides: tuple[int, ...] | None = None
 
 
+class Fill(Protocol):
+    """Writes slices of several shards at once."""
+
+    def __call__(
+        self, segment: int, slices: Sequence[Slice], hashed: tuple[Mapping[str, int], torch.Tensor] | None = None
+    ) -> Sequence[Slice]:
+        """Starts to write them into the segment at an address. With ``hashed``, numbers of tensors by name and their
+        sums, only adds their hashes there. Returns the slices that are to be written one by one."""
+
+
 # Not frozen: thousands are made in every sync, and that would take three times as long
 @dataclass(slots=True, eq=False)
 class Shard:
@@ -175,8 +185,7 @@ class Shard:
         members: the parameters in the base; tied ones under all their names. Buffers have none.
         run: what ``local`` would return, perhaps in another shape, for callers that only need its address: thousands of
             flattened views cost more than moving them. ``None``: ask ``local``.
-        fill: ``fill(segment, slices)`` starts to write slices of such shards into a segment at once, and returns those
-            that are to be written one by one.
+        fill: starts to write slices of such shards into a segment at once; see ``Fill``.
     """
 
     base: Base
@@ -184,7 +193,7 @@ class Shard:
     merge: Callable[[torch.Tensor, int], torch.Tensor] | None = None
     members: tuple[Member, ...] = ()
     run: torch.Tensor | None = None
-    fill: Callable[[torch.Tensor, Sequence[Slice]], Sequence[Slice]] | None = None
+    fill: Fill | None = None
 
 
 @dataclass(frozen=True, slots=True)

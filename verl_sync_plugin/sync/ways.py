@@ -26,6 +26,7 @@ from typing import ClassVar
 import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
+from verl_sync_plugin.copies.packing import Found
 from verl_sync_plugin.errors import RankLostError, SyncError
 from verl_sync_plugin.layout.tensors import Plan, Shard
 from verl_sync_plugin.log import say
@@ -164,6 +165,18 @@ class Way(ABC):
             loaded = self._sender.wait_loaded(index)
         sync.report.note_stage("engine_load", loaded.started, loaded.seconds)
 
+    def _prepare(self, sync: Sync, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]], what: str) -> None:
+        """Collective over the trainer's ranks: what makes some bases of which weights are made on the way."""
+        if not sync.source.prepares:
+            return
+        if self._separate and self._agreement.failed:  # the others must not wait for this rank alone
+            with self._own.attempt():
+                raise RuntimeError("this rank has failed before")
+        with sync.report.stage("prepare"):
+            self._own.run(what, sync.source.prepare(bases, ahead))
+            if self._separate:
+                self._own.settle(what)
+
     def check_finite(self, sync: Sync) -> None:
         """The last word before the commit, so that the engine does not generate from a NaN that it was given. Raises
         ValueError, with parameter and remedy, where this rank has packed NaN or Inf."""
@@ -218,7 +231,7 @@ class InPlace(Way):
         try:
             if (self._separate or len(sync.senders) > 1) and not sync.plan.sharded:
                 raise NotInPlaceError(self._reach.why)
-            if sync.source.prepares:
+            if not sync.source.in_place:
                 raise NotInPlaceError("weights are made on the way")
             if self._parameters is None or self._parameters.plan is not sync.plan:
                 self._parameters = LiveParameters(self._sender.device, sync.plan, sync.rank)
@@ -227,9 +240,26 @@ class InPlace(Way):
             self.forgo(str(error))
             say(f"parameters are staged, not read where they lie: {error}")
             return False
-        self._sender.begin(sync.plan, sync.rank)
-        self._sender.read(sync.shards, self._parameters.found)
+        if not sync.source.prepares:
+            self._read(sync, self._parameters.found)
         return True
+
+    def _read(self, sync: Sync, found: Found) -> None:
+        self._sender.begin(sync.plan, sync.rank)
+        self._sender.read(sync.shards, found)
+
+    def fill(self, sync: Sync) -> None:
+        """Finds the scales of what engine ranks quantize."""
+        if not self._packs or not sync.source.prepares:
+            return
+        what = "finding the scales"
+        with self._agreement.attempt() if self._separate else nullcontext():
+            self._prepare(sync, tuple(range(len(sync.plan.bases))), (), what)
+        with self._agreement.attempt():
+            assert self._parameters is not None, "possible"
+            self._read(sync, self._parameters.found)
+        if not self._separate:  # others hear there of a rank that failed in between
+            self._agreement.settle(what)
 
     def forgo(self, why: str) -> None:
         """It is impossible on some rank for the rest of the run; looking costs as much as a small sync."""
@@ -335,24 +365,11 @@ class Staged(Way):
         if not self._packs:
             return
         # Where they are separate, an error of all trainer ranks is news for the rollout ranks
+        buckets = sync.plan.buckets
         with self._agreement.attempt() if self._separate else nullcontext():
-            self._prepare(sync, index, what)
+            self._prepare(sync, buckets[index].bases, [later.bases for later in buckets[index + 1 :]], what)
         with self._agreement.attempt(), sync.report.stage("pack"):
             self._sender.pack(index, index % SLOTS, sync.shards)
-
-    def _prepare(self, sync: Sync, index: int, what: str) -> None:
-        """Collective over the trainer's ranks: what makes a bucket of which weights are made on the way."""
-        if not sync.source.prepares:
-            return
-        buckets = sync.plan.buckets
-        if self._separate and self._agreement.failed:  # the others must not wait for this rank alone
-            with self._own.attempt():
-                raise RuntimeError("this rank has failed before")
-        with sync.report.stage("prepare"):
-            ahead = [later.bases for later in buckets[index + 1 :]]
-            self._own.run(what, sync.source.prepare(buckets[index].bases, ahead))
-            if self._separate:
-                self._own.settle(what)
 
     def greeted(self) -> None:
         if self._unopened:

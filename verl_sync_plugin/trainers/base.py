@@ -40,6 +40,11 @@ class ParameterSource(ABC):
         """True if ``prepare`` makes something of what travels."""
         return type(self).prepare is not ParameterSource.prepare
 
+    @property
+    def in_place(self) -> bool:
+        """True if shards may be read where they lie, after ``prepare``."""
+        return not self.prepares
+
     def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
         """Collective, before ``shards``: the ranks tell each other who holds what, where they hold different parts.
         Returns the source that reads this trainer, mostly this one; raises SyncError with one text on every rank."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that the engine keeps in fp8 are quantized where they are packed.
+"""Weights that the engine keeps in fp8 are quantized where they are packed, or by the engine rank that reads them.
 
 Each travels as ``float8_e4m3fn``, with one fp32 scale per block of rows and columns, which the name with ``_scale_inv``
 carries, as in DeepSeek's checkpoints. The engine names the weights and the size of a block. The arithmetic is that of
@@ -16,14 +16,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.copies.packing import chunks_of
-from verl_sync_plugin.copies.table import QuantizeTable, kernel_works, scales_of
-from verl_sync_plugin.layout.strided import Run, compose
+from verl_sync_plugin.copies.table import QuantizeTable, Rectangle, kernel_works, scales_of
+from verl_sync_plugin.layout.strided import Run, compose, in_rows
 from verl_sync_plugin.layout.tensors import SCALE, Base, Member, Shard, Slice, View
 from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_name, rank_in
 from verl_sync_plugin.trainers.lora import Excerpt, Merge, excerpt, reached, take_part
@@ -32,7 +31,6 @@ from verl_sync_plugin.transport.agreement import Agreement
 FP8 = torch.float8_e4m3fn
 MOST = torch.finfo(FP8).max
 LEAST = 1e-10  # of a block's largest magnitude
-BAND = 4  # blocks that one program of the kernel goes through
 REMEDY = f"Remove actor_rollout_ref.rollout.quantization=fp8, or {TURN_OFF}."
 
 
@@ -40,6 +38,7 @@ REMEDY = f"Remove actor_rollout_ref.rollout.quantization=fp8, or {TURN_OFF}."
 class _Weight:
     """A matrix of ``shape`` in blocks of ``block``; ``first``: of its scales, among those of all weights."""
 
+    name: str
     shape: tuple[int, int]
     block: tuple[int, int]
     first: int
@@ -89,19 +88,9 @@ class _Rectangle(NamedTuple):
         rows = slice(self.row // high, -(-(self.row + lines) // high))
         return self.weight.of(numbers)[rows, self.column // wide : -(-(self.column + columns) // wide)]
 
-    def bands(self) -> np.ndarray:
-        """Rows of the kernel's table, but for the base and the target: each lies in one line of blocks."""
-        (high, wide), (lines, columns) = self.weight.block, self.size
-        y = np.arange(-(self.row % high), lines, high).clip(0)[:, None]
-        x = np.arange(-(self.column % wide), columns, wide * BAND).clip(0)
-        scale = (self.row + y) // high * self.weight.scales[1] + (self.column + x) // wide + self.weight.first
-        below, right = np.diff(y, axis=0, append=lines), np.diff(x, append=columns)
-        found = self.first + y * self.stride + x, self.stride, below, right, (self.column + x) % wide, scale
-        return np.stack(np.broadcast_arrays(*found), -1).reshape(-1, len(found))
-
 
 class _Part(NamedTuple):
-    """``numel`` elements of a piece, of this rank's run from ``begin`` on, to be written at byte ``target``."""
+    """``numel`` elements of a piece, of this rank's run from ``begin`` on, that go to byte ``target``."""
 
     piece: _Piece
     begin: int
@@ -121,7 +110,7 @@ class _Unit:
 class QuantizingSource(ParameterSource):
     """Wraps ``inner``; the policy names what is quantized, and the dtype to which values are cast before.
 
-    Device memory next to the buckets: 24 bytes per block of the model, with the kernel's tables some 32 more per block
+    Device memory next to the buckets: 16 bytes per block of the model, with the kernel's tables some 48 more per block
     of this rank's, without it at most 15 per element of ``LONGEST_CHUNK`` for a while.
     """
 
@@ -136,12 +125,16 @@ class QuantizingSource(ParameterSource):
         self._found: list[Shard] = []
         self._travels: list[tuple[_Unit | None, _Piece | tuple[Base, int]]] = []
         self._done: set[int] = set()  # units whose scales are those of this sync, by their first
-        self._largest = self._scales = self._inverse = torch.empty(0)
+        self._largest = self._scales = torch.empty(0)
         sizes = {size for block in self._blocks.values() for size in block}
         fits = len(set(self._blocks.values())) == 1 and all(size & (size - 1) == 0 for size in sizes)
         old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)  # knows no fp8
         self._kernel = fits and not old and kernel_works(device)
         self._tables: dict[object, QuantizeTable] = {}
+
+    @property
+    def in_place(self) -> bool:
+        return self._kernel and self._dtype == torch.bfloat16 and self._inner.in_place
 
     def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
         self._inner = self._inner.agree_on_layout(agreement)
@@ -179,6 +172,7 @@ class QuantizingSource(ParameterSource):
                     continue
                 names, shared = [view.name for view in views], any(view.shares for view in views)
                 if not (shared and names == before):  # else one more part of the same weights
+                    end = -(-end // 4) * 4  # the kernel reads scales from a multiple of 16 bytes on
                     before, unit, after = names, _Unit(first=end), len(self._travels)
                 alike: dict[object, list[View]] = {}
                 for view in views:
@@ -187,7 +181,7 @@ class QuantizingSource(ParameterSource):
                 weights, scales, end = list[tuple[View, _Weight]](), list[View](), unit.first
                 for tied in alike.values():
                     (rows, columns), name = tied[0].shape, tied[0].name
-                    weights.append((tied[0], weight := _Weight((rows, columns), self._blocks[name], end)))
+                    weights.append((tied[0], weight := _Weight(name, (rows, columns), self._blocks[name], end)))
                     numel = math.prod(weight.scales)
                     scales += (View(view.name + SCALE, weight.scales, end - unit.first, numel) for view in tied)
                     end += numel
@@ -202,7 +196,7 @@ class QuantizingSource(ParameterSource):
                 self._travels.insert(after, (unit, unit.pieces[-1]))  # the scales come after the last part
                 after += 1
         self._largest = torch.zeros(end, dtype=torch.float32, device=self._device)
-        self._scales, self._inverse = torch.empty_like(self._largest), torch.empty_like(self._largest)
+        self._scales = torch.empty_like(self._largest)
 
     def _refuse(self, view: View) -> None:
         if len(view.shape) != 2 or view.strides is not None:
@@ -226,7 +220,8 @@ class QuantizingSource(ParameterSource):
         fill = None
         if each.weights:
             merge, fill = partial(self._quantized, each, merge), self._fill
-        return Shard(part.base, lambda: shard.local()[first : first + part.count], merge, fill=fill)
+        run = shard.run if shard.run is not None and shard.run.numel() == part.count else None
+        return Shard(part.base, lambda: shard.local()[first : first + part.count], merge, run=run, fill=fill)
 
     # ---- the scales
 
@@ -245,7 +240,7 @@ class QuantizingSource(ParameterSource):
         if not units:
             return
         parts = [_Part(piece, 0, piece.part.count, 0) for unit in units for piece in unit.pieces]
-        for at in self._run_kernel(parts, self._largest, 0, write=False):
+        for at in self._run_kernel(parts, self._largest, measure=True):
             self._measure(parts[at].piece)
         span = slice(units[0].first, units[-1].end)  # of what lies between, too: it stays, or comes later
         largest = self._largest[span].clone()
@@ -255,10 +250,9 @@ class QuantizingSource(ParameterSource):
             take_part(work, self._device, self._timeout)
             reached(self._device, self._timeout)  # what follows may wait for it without a bound
         if self._kernel:
-            self._scales[span], self._inverse[span] = scales_of(largest, LEAST, MOST)
+            self._scales[span] = scales_of(largest, LEAST, MOST)
         else:  # by a tensor: a number would be inverted
             self._scales[span] = largest.clamp(min=LEAST) / largest.new_tensor([MOST])
-            self._inverse[span] = 1.0 / self._scales[span]
         self._done |= found.keys()  # last: what a failure leaves is no preparation
 
     @torch.no_grad()
@@ -284,7 +278,7 @@ class QuantizingSource(ParameterSource):
         values = (values if merge is None else merge(values, begin)).to(self._dtype)
         result = torch.empty(values.shape, dtype=FP8, device=values.device)
         for each in self._cut(piece, begin, values.numel()):
-            inverse = each.of(self._inverse)[:, None, :, None]
+            inverse = 1.0 / each.of(self._scales)[:, None, :, None]
             made = (each.in_blocks(values).float() * inverse).clamp_(-MOST, MOST).to(FP8).flatten(2).flatten(0, 1)
             made = made[each.row % each.weight.block[0] :, each.column % each.weight.block[1] :]
             target = result.as_strided(each.size, (each.stride, 1), each.first)
@@ -297,22 +291,27 @@ class QuantizingSource(ParameterSource):
         begin += sum(base.lengths[: rank_in(self.group) if len(base.lengths) > 1 else 0])
         for view, weight in piece.weights:
             held = (each for run in view.runs for each in compose(Run(0, begin, count), run))
-            for run in (part for each in held for part in _rectangles(each, weight.shape[1])):
+            for run in (part for each in held for part in in_rows(each, weight.shape[1])):
                 row, column = divmod(run.target, weight.shape[1])
                 yield _Rectangle(weight, row, column, (run.count, run.width), run.source_stride, run.source)
 
     # ---- by the kernel, where parameters lie on the device and nothing is merged into them
 
-    def _fill(self, segment: torch.Tensor, parts: Sequence[Slice]) -> list[Slice]:
-        """Quantizes slices of bases; see ``Shard.fill``."""
+    def _fill(
+        self, segment: int, slices: Sequence[Slice], hashed: tuple[Mapping[str, int], torch.Tensor] | None = None
+    ) -> Sequence[Slice]:
+        """Quantizes slices of bases; see ``Fill``."""
         wanted = list[_Part]()
-        for part in parts:
+        for part in slices:
             piece = self._travels[part.base][1]
             assert isinstance(piece, _Piece), "scales are sent as they are"
             wanted.append(_Part(piece, part.begin, min(part.end, piece.part.count) - part.begin, part.offset))
-        return [parts[at] for at in self._run_kernel(wanted, self._inverse, segment.data_ptr(), write=True)]
+        return [slices[at] for at in self._run_kernel(wanted, self._scales, segment, hashed)]
 
-    def _run_kernel(self, parts: Sequence[_Part], scales: torch.Tensor, target: int, write: bool) -> list[int]:
+    def _run_kernel(
+        self, parts: Sequence[_Part], scales: torch.Tensor, target: int = 0,
+        hashed: tuple[Mapping[str, int], torch.Tensor] | None = None, measure: bool = False,
+    ) -> list[int]:  # fmt: skip
         """Starts one launch for all parts of a dtype; returns the numbers of those that the kernel cannot read."""
         if not self._kernel:
             return list(range(len(parts)))
@@ -324,40 +323,26 @@ class QuantizingSource(ParameterSource):
                 left.append(number)
             elif part.numel > 0:
                 alike.setdefault(run.dtype, []).append((part, run))
+        groups, sums = hashed or ({}, None)
         for dtype, found in alike.items():
-            key = (dtype, *((id(part.piece), *part[1:]) for part, _ in found))
+            key = (dtype, hashed is None, *((id(part.piece), *part[1:]) for part, _ in found))
             if (table := self._tables.get(key)) is None:
                 block, dtypes = next(iter(self._blocks.values())), (dtype, self._dtype)
-                table = QuantizeTable(self._rows([part for part, _ in found]), dtypes, block, self._device)
-                self._tables[key] = table
-            table.run([target, *(run.data_ptr() for _, run in found)], scales, write)
+                rectangles = self._in_memory([part for part, _ in found], groups)
+                table = self._tables[key] = QuantizeTable(rectangles, dtypes, block, self._device)
+            pointers = [target, *(run.data_ptr() for _, run in found), scales.data_ptr()]
+            table.run(pointers, sums, copy=sums is None, measure=measure)
         return left
 
-    def _rows(self, parts: Sequence[_Part]) -> np.ndarray:
-        found = []
-        for number, part in enumerate(parts):
+    def _in_memory(self, parts: Sequence[_Part], groups: Mapping[str, int]) -> Iterator[Rectangle]:
+        """Parts as the kernel reads them, each from a base of its own; the scales are after these."""
+        for base, part in enumerate(parts):
             for each in self._cut(part.piece, part.begin, part.numel):
-                bands = each.bands()
-                first = bands[:, :1]
-                base = np.full_like(first, number)
-                source = first + part.piece.part.offset + part.begin
-                found.append(np.hstack((base, source, first + part.target, bands[:, 1:])))
-        return np.concatenate([np.empty((0, 8), np.int64), *found])
-
-
-def _rectangles(run: Run, columns: int) -> Iterator[Run]:
-    """Cuts what goes into a matrix into runs whose repetitions lie in the same columns of rows that follow on."""
-    if run.count > 1 and run.target_stride == columns and run.target % columns + run.width <= columns:
-        yield run
-        return
-    for plain in run.repeats():
-        source, target, left = plain.source, plain.target, plain.width
-        while left:
-            column = target % columns
-            count, width = (left // columns, columns) if column == 0 and left >= columns else (1, 0)
-            width = width or min(left, columns - column)
-            yield Run(source, target, width, count, columns, columns)
-            source, target, left = source + count * width, target + count * width, left - count * width
+                source, target = each.first + part.piece.part.offset + part.begin, each.first + part.target
+                yield Rectangle(
+                    each.row, each.column, *each.size, base, source, each.stride, target, each.stride, target,
+                    len(parts), each.weight.first, each.weight.scales[1], groups.get(each.weight.name, 0),
+                )  # fmt: skip
 
 
 def _parts(base: Base, rank: int, blocks: Mapping[str, tuple[int, int]]) -> Iterator[Excerpt]:

@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_sync_plugin.copies.packing import ALONE, CAST, Found, segment_of
+from verl_sync_plugin.copies.packing import ALONE, Found, segment_of
 from verl_sync_plugin.layout.tensors import Bucket, Plan, Shard
 
 HANDLE_BYTES = 64
@@ -389,17 +389,21 @@ class LiveParameters:
         except RuntimeError as error:
             raise NotInPlaceError(f"memory of parameters cannot be shared: {error}") from error
         number = {allocation: index for index, allocation in enumerate(self._allocations)}
-        runs = tuple(self._runs(bucket, places, number) for bucket in self.plan.buckets)
+        grows = {
+            base: dtype.itemsize // self.plan.bases[base].itemsize
+            for base, (_, dtype) in zip(self.found.bases, self.found.places, strict=True)
+        }
+        runs = tuple(self._runs(bucket, places, number, grows) for bucket in self.plan.buckets)
         return Live(uuid.uuid4().hex, tuple(regions), runs)
 
-    def _runs(self, bucket: Bucket, places: dict[int, Place], number: dict[int, int]) -> bytes:
+    def _runs(self, bucket: Bucket, places: dict[int, Place], number: dict[int, int], grows: dict[int, int]) -> bytes:
         rows = []
         for part in bucket.slices:
             base = self.plan.bases[part.base]
             count = part.count(base, self._rank)
             if count > 0:
-                grow = 2 if self.found.kinds[part.base] == CAST else 1
                 allocation, first = places[part.base]
+                grow = grows[part.base]
                 offset = segment_of(bucket, self._rank) * bucket.stride + part.offset
                 source = first + part.begin * base.itemsize * grow
                 rows.append((offset, count * base.itemsize, number[allocation], source, grow))
@@ -407,11 +411,11 @@ class LiveParameters:
 
 
 def _why(shard: Shard, device: torch.device) -> str:
-    if shard.merge is not None:
-        return "is merged with its adapter on the way"
     run = shard.local()
     if run.device != device:
         return f"is on {run.device}, not on {device}"
+    if shard.merge is not None:
+        return "is merged with its adapter, or quantized, on the way"
     if run.dtype not in (getattr(torch, shard.base.dtype), torch.float32):
         return f"is {run.dtype} and travels as {shard.base.dtype}"
     return "is not laid out for it"
