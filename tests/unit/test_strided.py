@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_sync_plugin.layout.strided import Partition, Run, box_runs, compose, in_step
+from verl_sync_plugin.layout.load_map import box_runs
+from verl_sync_plugin.layout.strided import Partition, Run, compose, in_step
 
 
 def moves(run: Run) -> list[tuple[int, int]]:

@@ -258,10 +258,23 @@ def box_spans(box: Box, of_source: bool, size: int = 1) -> np.ndarray:
     return np.stack((starts, starts + width), 1)
 
 
+def row_major(shape: Sequence[int]) -> list[int]:
+    """The strides of a contiguous tensor."""
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+
+
 def own_box(shape: Sequence[int], strides: Sequence[int] | None) -> Box:
     """All elements of a tensor, in its own order."""
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))] if strides is None else strides
+    strides = row_major(shape) if strides is None else strides
     return box_of(shape, strides, strides, 0, 0)
+
+
+def box_runs(size: Sequence[int], offset: Sequence[int], whole: Sequence[int]) -> list[Run]:
+    """Runs from the elements of a contiguous box of ``size`` at ``offset`` to those of a contiguous tensor ``whole``;
+    one entry per dimension, all sizes at least 1."""
+    strides = row_major(whole)
+    first = sum(at * stride for at, stride in zip(offset, strides, strict=True))
+    return box_of(size, row_major(size), strides, 0, first).runs(1)
 
 
 # ------------------------------------------------------------------------------------- what follows from the map

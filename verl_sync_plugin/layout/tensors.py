@@ -12,7 +12,7 @@ reads what it needs where it lies; another one is completed on every rank by bro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -68,6 +68,14 @@ class Base:
     def numel(self) -> int:
         return sum(self.lengths)
 
+    def first(self, rank: int) -> int:
+        """The element that a rank's run begins with."""
+        return sum(self.lengths[:rank]) if len(self.lengths) > 1 else 0
+
+    def held(self, rank: int) -> int:
+        """The elements of a rank's run."""
+        return self.lengths[rank if len(self.lengths) > 1 else 0]
+
 
 @dataclass(frozen=True)
 class Slice:
@@ -80,7 +88,7 @@ class Slice:
 
     def count(self, base: Base, rank: int) -> int:
         """Counts the elements that a rank has; not positive when its run ends before."""
-        return min(self.end, base.lengths[rank if len(base.lengths) > 1 else 0]) - self.begin
+        return min(self.end, base.held(rank)) - self.begin
 
 
 @dataclass(frozen=True)
@@ -226,26 +234,19 @@ def hulls_of(entries: Sequence[Entry], low: int = 0, high: float = math.inf) -> 
         if low <= piece.source < high
         for first, end in piece.sources()
     )
-    return [
-        Hull(first, end, tuple(dict.fromkeys(entries[place].name for place in sorted(places))), equal)
-        for first, end, places, equal in _merged(spans)
-    ]
-
-
-def _merged(spans: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, list[int], bool]]:
-    """Overlapping spans as one."""
-    index = 0
+    hulls, index = list[Hull](), 0
     while index < len(spans):
         first, end, place = spans[index]
-        places, equal = [place], True
+        places, equal = {place}, True
         index += 1
         while index < len(spans) and spans[index][0] < end:
-            other, other_end, place = spans[index]
-            equal = equal and (other, other_end) == (first, end)
-            end = max(end, other_end)
-            places.append(place)
+            equal = equal and spans[index][:2] == (first, end)
+            end = max(end, spans[index][1])
+            places.add(spans[index][2])
             index += 1
-        yield first, end, places, equal
+        names = dict.fromkeys(entries[place].name for place in sorted(places))
+        hulls.append(Hull(first, end, tuple(names), equal))
+    return hulls
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from verl_sync_plugin.layout.strided import Run, box_runs, compose
+from verl_sync_plugin.layout.load_map import box_runs
+from verl_sync_plugin.layout.strided import Run, compose
 from verl_sync_plugin.layout.tensors import NOTHING, Base, Shard, View
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend, WirePolicy, dtype_name
 from verl_sync_plugin.trainers.fsdp2 import cut
