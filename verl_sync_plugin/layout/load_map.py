@@ -75,21 +75,22 @@ class Box(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
         for size, source, _ in reversed(self.dims):
             dims.append((size, source, step))
             step *= size
-        return Box(self.source, 0, _joined(reversed(dims)))
+        return Box(self.source, 0, tuple(joined(reversed(dims))))
 
     def taken(self) -> Box:
         """The same for whoever asks only what is taken of the tensor."""
         return Box(self.source, 0, tuple((size, step, 0) for size, step, _ in self.dims))
 
 
-def _joined(dims: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+def joined(dims: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Dimensions as in ``Box``, as few as they can be."""
     found: list[tuple[int, int, int]] = []
     for size, step, other in dims:
         if found and found[-1][1:] == (size * step, size * other):
             found[-1] = (found[-1][0] * size, step, other)
         else:
             found.append((size, step, other))
-    return tuple(found)
+    return found
 
 
 def box_of(shape: Sequence[int], steps: Sequence[int], others: Sequence[int], source: int, target: int) -> Box:
@@ -101,7 +102,7 @@ def box_of(shape: Sequence[int], steps: Sequence[int], others: Sequence[int], so
         source, target: the first element on either side.
     """
     dims = [each for each in zip(shape, steps, others, strict=True) if each[0] != 1]
-    return Box(source, target, _joined(sorted(dims, key=lambda d: (-d[1], -d[2]))))
+    return Box(source, target, tuple(joined(sorted(dims, key=lambda d: (-d[1], -d[2])))))
 
 
 class Move(msgspec.Struct, frozen=True, array_like=True):
@@ -252,10 +253,16 @@ def box_spans(box: Box, of_source: bool, size: int = 1) -> np.ndarray:
             outer.append((many, step))
     if 0 in (d[0] for d in box.dims):
         return NOTHING
-    starts = np.array([first], dtype=np.int64)
-    for many, step in outer:
-        starts = (starts[:, None] + np.arange(many, dtype=np.int64) * step).ravel()
+    starts = starts_of(first, outer)
     return np.stack((starts, starts + width), 1)
+
+
+def starts_of(first: int, dims: Iterable[tuple[int, int]]) -> np.ndarray:
+    """Where the rows of some memory begin, by the sizes and steps of its outer dimensions, outermost first."""
+    starts = np.array([first], dtype=np.int64)
+    for many, step in dims:
+        starts = (starts[:, None] + np.arange(many, dtype=np.int64) * step).ravel()
+    return starts
 
 
 def row_major(shape: Sequence[int]) -> list[int]:

@@ -24,7 +24,7 @@ from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, Train
 from verl_sync_plugin.trainers.fsdp1 import FSDP1Source
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
 from verl_sync_plugin.trainers.lora import MergingSource
-from verl_sync_plugin.trainers.naming import Naming, checkpoint_rewrite
+from verl_sync_plugin.trainers.naming import Naming, checkpoint_rewrite, unsaved_of
 
 
 class FSDPTrainer(TrainerBackend):
@@ -104,9 +104,8 @@ class FSDPTrainer(TrainerBackend):
 
     def _plain_source(self) -> ParameterSource:
         model = self._model.get_base_model() if self._peft else self._model
-        unsaved = frozenset(getattr(model, "all_tied_weights_keys", None) or ())
-        if unties_embeddings(self.engine.model_config):
-            unsaved = frozenset()  # the engine unties them, too: what was tied travels twice
+        # Where the engine unties them, too, what was tied travels twice
+        unsaved = frozenset[str]() if unties_embeddings(self.engine.model_config) else unsaved_of(model)
         return self.reader(self.engine.module, Naming(self.policy, checkpoint_rewrite(model), self._rename, unsaved))
 
     def _rename(self, state: dict[str, Any]) -> dict[str, Any]:

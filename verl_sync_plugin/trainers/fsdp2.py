@@ -175,5 +175,4 @@ class FSDP2Source(StateDictSource):
     """Reads parameters and persistent buffers of a ``fully_shard``-ed module."""
 
     def __init__(self, module: torch.nn.Module, naming: Naming) -> None:
-        parameters = set(naming.rename(dict(module.named_parameters(remove_duplicate=False))))
-        super().__init__(_Module(module, naming.rename).state, naming, parameters)
+        super().__init__(_Module(module, naming.rename).state, naming, naming.parameters_of(module))

@@ -26,6 +26,11 @@ Rewrite = Callable[[Iterable[tuple[str, torch.Tensor]]], Iterator[tuple[str, tor
 Rename = Callable[[dict[str, Any]], dict[str, Any]]
 
 
+def unsaved_of(model: Any) -> frozenset[str]:
+    """The names that a model of transformers ties to others; see ``saved_names``."""
+    return frozenset(getattr(model, "all_tied_weights_keys", None) or ())
+
+
 def saved_names(names: list[str], unsaved: frozenset[str]) -> list[str]:
     """The names of one parameter, tied or not, under which a checkpoint holds it. ``unsaved`` are those that the model
     ties to others: transformers leaves them out, and some of SGLang's classes (Gemma 3) do not know them."""
@@ -41,6 +46,10 @@ class Naming:
     rewrite: Rewrite
     rename: Rename = dict
     unsaved: frozenset[str] = frozenset()
+
+    def parameters_of(self, module: torch.nn.Module) -> frozenset[str]:
+        """The names of all parameters, of which the others are buffers."""
+        return frozenset(self.rename(dict(module.named_parameters(remove_duplicate=False))))
 
     def base_of(
         self, key: str, held: Sequence[Member], dtype: torch.dtype, lengths: tuple[int, ...], parameter: bool = True
