@@ -31,9 +31,9 @@ def adapter_of(name: str) -> str:
     return name.partition(".lora_")[2].split(".")[1]
 
 
-def served_name(key: str, adapter: str) -> str:
-    """The name of a factor in an adapter checkpoint: PEFT's state-dict key without the adapter's own name."""
-    return key.replace(f".{adapter}.", ".").removesuffix(f".{adapter}")
+def served_name(key: str) -> str:
+    """The name of a factor of verl's adapter in its checkpoint: PEFT's state-dict key without the adapter's own."""
+    return key.replace(f".{ADAPTER}.", ".").removesuffix(f".{ADAPTER}")
 
 
 def plain_name(name: str) -> str:
@@ -202,10 +202,10 @@ class Adapters:
                     self.copies[plain_name(name)] = _copy_in_use(name, module)
         self._states = self._look()
 
-    def renamed(self, rename: Callable[[dict[str, Any]], dict[str, Any]]) -> list[LoRAWeight]:
-        """The weights under the names that ``rename`` gives to state-dict keys."""
+    def rename(self, rename: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Gives the weights the names that ``rename`` gives to state-dict keys."""
         named = rename({each.name: each for each in self.weights})
-        return [replace(weight, name=name) for name, weight in named.items()]
+        self.weights = [replace(weight, name=name) for name, weight in named.items()]
 
     def _look(self) -> list[tuple[tuple[str, ...], bool, bool]]:
         return [

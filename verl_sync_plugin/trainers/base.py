@@ -95,17 +95,16 @@ class ServedAdapter(ABC):
         """Drops every reference to the trainer's parameters."""
 
 
+@dataclass(eq=False)
 class TrainerBackend(ABC):
     """Opens the sources of one of verl's training engines, on one rank, whose ``device`` computes. ``serves_adapter``:
     the engine serves the trainer's LoRA adapter itself, else it gets merged weights."""
 
-    serves_adapter: bool = False
-
-    def __init__(self, engine: Any, config: SyncConfig, device: torch.device, rollout_dtype: str) -> None:
-        self.engine = engine
-        self.config = config
-        self.device = device
-        self.rollout_dtype = rollout_dtype
+    engine: Any
+    config: SyncConfig
+    device: torch.device
+    rollout_dtype: str
+    serves_adapter: bool = field(default=False, init=False)
 
     @abstractmethod
     def open_source(self) -> ParameterSource:
@@ -141,9 +140,9 @@ class TrainerBackend(ABC):
         config = getattr(getattr(self.engine, "model_config", None), "hf_config", None)
         return tuple(getattr(config, "architectures", None) or ())
 
-    def untied_end(self) -> str:
-        """The adapted layer class of embedding or head that makes the two differ; empty when there is none."""
-        return ""
+    def untied_ends(self) -> list[str]:
+        """The layer classes of embedding and head that an adapter makes differ."""
+        return []
 
 
 @dataclass

@@ -32,8 +32,7 @@ class FSDPTrainer(TrainerBackend):
 
     reader: ClassVar[type[FSDP1Source] | type[FSDP2Source]]
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __post_init__(self) -> None:
         self._peft = carries_adapter(self._model)
         self._copies: dict[str, str | None] = {}
         self.serves_adapter = self._peft and not self.engine.model_config.lora.get("merge", False)
@@ -62,14 +61,9 @@ class FSDPTrainer(TrainerBackend):
                 f"actor_rollout_ref.model.lora.merge=False: the engine serves the adapter {ADAPTER!r}, and in use are "
                 f"{sorted(adapters)}. Set actor_rollout_ref.model.lora.merge=True, which serves them merged."
             )
-        return MergingSource(
-            self._plain_source(),
-            found.renamed(self._rename),
-            self.device,
-            merge=not self.serves_adapter,
-            still=found.check,
-            timeout_seconds=self.config.timeout_seconds,
-        )
+        found.rename(self._rename)
+        bound, merges = self.config.timeout_seconds, not self.serves_adapter
+        return MergingSource(self._plain_source(), found, self.device, bound, merges)
 
     def open_adapter(self, source: ParameterSource) -> ServedAdapter:
         assert isinstance(source, MergingSource), "an adapter is served"
@@ -79,11 +73,8 @@ class FSDPTrainer(TrainerBackend):
     def _tied(self) -> bool:
         return bool(getattr(self.engine.model_config.hf_config, "tie_word_embeddings", False))
 
-    def untied_end(self) -> str:
-        return next(iter(self._untied_ends()), "")
-
-    def _untied_ends(self) -> list[str]:
-        """Classes of embedding and head, where adapted; none where PEFT trains one module for both."""
+    def untied_ends(self) -> list[str]:
+        """Those that are adapted; none where PEFT trains one module for both."""
         ends = (self._model.get_input_embeddings(), self._model.get_output_embeddings())
         together = getattr(self.adapter_config, "ensure_weight_tying", False)
         if self._tied and together and all(hasattr(end, "modules_to_save") for end in ends):
@@ -92,7 +83,7 @@ class FSDPTrainer(TrainerBackend):
 
     def _refuse_tied(self) -> None:
         """Raises ValueError unless the engine was launched untied where the adapter changes one side only."""
-        adapted = self._untied_ends()
+        adapted = self.untied_ends()
         if adapted and self._tied and not unties_embeddings(self.engine.model_config):
             raise ValueError(
                 f"the adapter changes the embedding or the head ({', '.join(adapted)}), which this model ties, and the "
@@ -140,7 +131,7 @@ class PEFTAdapter(ServedAdapter):
         factors = self._source.factors
         names = tuple(name for name in factors.shards if adapter_of(name) == ADAPTER)
         found = yield from factors.gather(names, self._source.group)
-        return {served_name(key, ADAPTER): factor for key, factor in found.items()}
+        return {served_name(key): factor for key, factor in found.items()}
 
     def release(self) -> None:
         self._source.release()

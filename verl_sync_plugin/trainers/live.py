@@ -147,5 +147,5 @@ class LiveTrainer(TrainerBackend):
     def architectures(self) -> tuple[str, ...]:
         return tuple(self.engine.config.get("architectures") or ())
 
-    def untied_end(self) -> str:
-        return "" if self._inner is None else self._inner.untied_end()
+    def untied_ends(self) -> list[str]:
+        return [] if self._inner is None else self._inner.untied_ends()

@@ -23,7 +23,7 @@ from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.copies.packing import chunks_of
 from verl_sync_plugin.layout.tensors import Base, Member, Shard, View
 from verl_sync_plugin.lora.merge import Scratch, Target, add_squares, full_precision, steps_of
-from verl_sync_plugin.lora.peft import LoRAWeight, Weight, is_adapter, refuse_incomplete
+from verl_sync_plugin.lora.peft import Adapters, LoRAWeight, Weight, is_adapter, refuse_incomplete
 from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
 from verl_sync_plugin.transport.agreement import take_part, until
 
@@ -300,9 +300,8 @@ class _Recipe(NamedTuple):
 
 
 class MergingSource(Merging):
-    """Wraps ``inner``, the source of a PEFT model, whose ``weights`` are named like it names them. ``merge`` is False
-    for an engine that serves the adapter itself, and gets the base as it is; ``still`` raises when ``weights`` are not
-    what the trainer adapts any more.
+    """Wraps ``inner``, the source of a PEFT model, whose adapted weights are named like it names them. ``merges`` is
+    False for an engine that serves the adapter itself, and gets the base as it is.
 
     Peak device memory next to the buckets: ``GATHER_BYTES``, or the factors of one bucket's weights where those are
     larger, twice, and this rank's part of them once more; in fp32 ``LONGEST_CHUNK`` elements and two rows; of weights
@@ -310,18 +309,12 @@ class MergingSource(Merging):
     """
 
     def __init__(
-        self,
-        inner: ParameterSource,
-        weights: list[LoRAWeight],
-        device: torch.device,
-        timeout_seconds: float,
-        merge: bool,
-        still: Callable[[], None],
+        self, inner: ParameterSource, adapters: Adapters, device: torch.device, timeout_seconds: float, merges: bool
     ) -> None:
-        super().__init__(device, timeout_seconds, merge)
+        super().__init__(device, timeout_seconds, merges)
         self._inner = inner
-        self._weights = {weight.name: weight for weight in weights}
-        self._still = still
+        self._adapters = adapters
+        self._weights = {weight.name: weight for weight in adapters.weights}
         self.exported: list[tuple[Shard, tuple[Target, ...]]] = []  # what travels, and what is merged into it
         self._recipes: dict[str, _Recipe] = {}
         self._sizes: dict[str, int] = {}
@@ -334,7 +327,7 @@ class MergingSource(Merging):
 
     def shards(self) -> list[Shard]:
         self.release()
-        self._still()
+        self._adapters.check()
         found = self._inner.shards()
         self.group = self._inner.group
         for shard in found:

@@ -18,7 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from verl_sync_plugin.layout.load_map import box_runs
 from verl_sync_plugin.layout.strided import Run, compose
-from verl_sync_plugin.layout.tensors import NOTHING, Base, Shard, View
+from verl_sync_plugin.layout.tensors import NOTHING, Base, Member, Shard, View
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend, WirePolicy, dtype_name
 from verl_sync_plugin.trainers.fsdp2 import cut
 from verl_sync_plugin.trainers.joint import JointSource, Part, RankLayout
@@ -44,7 +44,7 @@ class Box:
         size, dtype = tuple(self.local.shape), self.local.dtype
         runs = box_runs(size, self.offset, self.whole)
         views = []
-        for view in hf_views(self.name, self.whole, dtype, 0, self.rewrite):
+        for view in hf_views(Member(self.name, self.whole, 0), dtype, self.rewrite):
             if view.strides is not None:
                 raise ValueError(
                     f"tensor {view.name!r} is no contiguous part of {self.name!r}, of which ranks hold parts. "
