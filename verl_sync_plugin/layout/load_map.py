@@ -356,11 +356,7 @@ def wire_dtypes(names: Sequence[str], maps: Iterable[LoadMap]) -> dict[str, str]
 
 def owners_of(buckets: Sequence[Sequence[Entry]]) -> dict[int, int]:
     """Under whose number the bytes of each tensor are counted: tied ones share them, and travel once. -1 for a tensor
-    that shares only some of its bytes with another.
-
-    Args:
-        buckets: the entries of each.
-    """
+    that shares only some of its bytes with another."""
     numbers, layouts = numbers_of(buckets), dict[str, tuple[object, ...]]()
     for entry in (entry for entries in buckets for entry in entries):
         layouts[entry.name] = entry.dtype, entry.shape, entry.strides
@@ -396,23 +392,15 @@ def read_parts(found: LoadMap, buckets: Sequence[Sequence[Entry]], owners: Mappi
 
 def held_parts(found: LoadMap, dtypes: Sequence[str], owners: Mapping[int, int]) -> list[tuple[int, Move]]:
     """Lists what an engine rank hashes in its parameters after a sync, in the order of its sums: tensors and moves.
-
-    Args:
-        found: what it does.
-        dtypes: in which the tensors travel, by number.
-        owners: ``owners_of``.
-    """
+    ``dtypes`` are those in which the tensors travel, by number."""
     unfit = {number for number, _ in found.not_held}
     unfit.update(move.tensor for move in found.moves if size_of(move.dtype) < size_of(dtypes[move.tensor]))
     return [(owners[m.tensor], m) for m in found.moves if m.tensor not in unfit and owners[m.tensor] >= 0]
 
 
 def weigh(numels: Sequence[int], everyone: Sequence[Sequence[Part]]) -> tuple[list[int], list[list[int]]]:
-    """Weighs every part so that one sum over all ranks compares all copies of all elements of a tensor.
-
-    Args:
-        numels: elements of each tensor.
-        everyone: the parts of each rank.
+    """Weighs every part so that one sum over all ranks compares all copies of all elements of a tensor. ``numels`` are
+    the elements of each tensor, and ``everyone`` are the parts of each rank.
 
     Returns:
         How often the elements of each tensor count then, 0 where nobody has any and -1 where they cannot be counted

@@ -197,15 +197,9 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Hull:
-    """Consecutive bytes ``[first, end)`` of a bucket that lie in one segment.
-
-    Attributes:
-        first: first byte.
-        end: one past the last.
-        names: the tensors that hold these bytes, in the bucket's order; several where weights are tied. The first
-            one's hash counts them.
-        equal: every one of them holds all of these bytes.
-    """
+    """Consecutive bytes ``[first, end)`` of a bucket that lie in one segment. ``names`` are the tensors that hold them,
+    in the bucket's order; several where weights are tied, and then the first one's hash counts them. ``equal``: each
+    holds all of these bytes."""
 
     first: int
     end: int
@@ -220,13 +214,8 @@ def numbers_of(buckets: Iterable[Sequence[Entry]]) -> dict[str, int]:
 
 
 def hulls_of(entries: Sequence[Entry], low: int = 0, high: float = math.inf) -> list[Hull]:
-    """The bytes of a bucket that belong to any tensor, disjoint and in ascending order.
-
-    Args:
-        entries: what the bucket holds.
-        low: first byte of a segment, to be given only what lies in it.
-        high: one past its last byte.
-    """
+    """The bytes of a bucket that belong to any tensor, disjoint and in ascending order; only those of the segment
+    ``[low, high)``, if given."""
     spans = sorted(
         (first, end, place)
         for place, entry in enumerate(entries)

@@ -31,11 +31,6 @@ def adapter_of(name: str) -> str:
     return name.partition(".lora_")[2].split(".")[1]
 
 
-def served_name(key: str) -> str:
-    """The name of a factor of verl's adapter in its checkpoint: PEFT's state-dict key without the adapter's own."""
-    return key.replace(f".{ADAPTER}.", ".").removesuffix(f".{ADAPTER}")
-
-
 def plain_name(name: str) -> str:
     """The name of a module or a state-dict key in the model that PEFT has wrapped."""
     return name.removeprefix("base_model.model.")

@@ -10,15 +10,7 @@ import torch
 from verl.utils.model import convert_weight_keys
 
 from verl_sync_plugin.config.settings import TURN_OFF
-from verl_sync_plugin.lora.peft import (
-    ADAPTER,
-    Adapters,
-    adapter_of,
-    carries_adapter,
-    is_adapter,
-    merged_name,
-    served_name,
-)
+from verl_sync_plugin.lora.peft import ADAPTER, Adapters, adapter_of, carries_adapter, is_adapter, merged_name
 from verl_sync_plugin.lora.settings import unties_embeddings
 from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, TrainerBackend
 from verl_sync_plugin.trainers.fsdp1 import FSDP1Source
@@ -131,7 +123,8 @@ class PEFTAdapter(ServedAdapter):
         factors = self._source.factors
         names = tuple(name for name in factors.shards if adapter_of(name) == ADAPTER)
         found = yield from factors.gather(names, self._source.group)
-        return {served_name(key): factor for key, factor in found.items()}
+        # An adapter checkpoint leaves the adapter's own name out
+        return {key.replace(f".{ADAPTER}.", ".").removesuffix(f".{ADAPTER}"): factor for key, factor in found.items()}
 
     def release(self) -> None:
         self._source.release()
