@@ -95,16 +95,17 @@ class ServedAdapter(ABC):
         """Drops every reference to the trainer's parameters."""
 
 
-@dataclass(eq=False)
 class TrainerBackend(ABC):
     """Opens the sources of one of verl's training engines, on one rank, whose ``device`` computes. ``serves_adapter``:
     the engine serves the trainer's LoRA adapter itself, else it gets merged weights."""
 
-    engine: Any
-    config: SyncConfig
-    device: torch.device
-    rollout_dtype: str
-    serves_adapter: bool = field(default=False, init=False)
+    serves_adapter: bool = False
+
+    def __init__(self, engine: Any, config: SyncConfig, device: torch.device, rollout_dtype: str) -> None:
+        self.engine = engine
+        self.config = config
+        self.device = device
+        self.rollout_dtype = rollout_dtype
 
     @abstractmethod
     def open_source(self) -> ParameterSource:

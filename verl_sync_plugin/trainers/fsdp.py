@@ -24,7 +24,8 @@ class FSDPTrainer(TrainerBackend):
 
     reader: ClassVar[type[FSDP1Source] | type[FSDP2Source]]
 
-    def __post_init__(self) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._peft = carries_adapter(self._model)
         self._copies: dict[str, str | None] = {}
         self.serves_adapter = self._peft and not self.engine.model_config.lora.get("merge", False)

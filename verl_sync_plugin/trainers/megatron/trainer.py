@@ -39,7 +39,8 @@ class MegatronTrainer(TrainerBackend):
     """Reads each rank's own parameters through Megatron-Bridge; a model whose conversion computes comes as the bridge's
     own stream."""
 
-    def __post_init__(self) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._peft = getattr(self.engine, "peft_cls", None) is not None
         self.serves_adapter = self._peft and not self.engine.model_config.lora.get("merge", False)
 
