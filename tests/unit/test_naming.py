@@ -24,7 +24,7 @@ def sent(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     rewrite, found = checkpoint_rewrite(model), {}
     for name, tensor in model.state_dict().items():
         flat = tensor.reshape(-1)
-        for view in hf_views(name, tuple(tensor.shape), tensor.dtype, 0, rewrite):
+        for view in hf_views(Member(name, tuple(tensor.shape), 0), tensor.dtype, rewrite):
             strides = view.strides or torch.empty(view.shape, device="meta").stride()
             found[view.name] = flat.as_strided(view.shape, strides, view.start)
     return found
@@ -48,7 +48,7 @@ def test_fused_experts_travel_as_the_checkpoint_has_them(family: str, tmp_path: 
 
 def test_what_is_computed_is_refused() -> None:
     with pytest.raises(ValueError, match="becomes 'x' by a computation"):
-        hf_views("x", (2, 2), torch.float32, 0, lambda pairs: ((name, tensor * 2) for name, tensor in pairs))
+        hf_views(Member("x", (2, 2), 0), torch.float32, lambda pairs: ((name, t * 2) for name, t in pairs))
 
 
 def test_adapters_and_a_model_from_no_checkpoint_keep_their_names() -> None:

@@ -184,7 +184,7 @@ def test_an_engine_rank_quantizes_what_it_reads_in_place(
 ) -> None:
     """The same bytes and the same hashes as where trainer ranks quantize what they pack."""
     monkeypatch.setattr(fp8, "kernel_works", lambda device: True)
-    monkeypatch.setattr(fp8, "rank_in", lambda group: group.rank)
+    monkeypatch.setattr(ParameterSource, "rank", property(lambda source: source.group.rank if source.group else 0))
     monkeypatch.setattr(memory, "CudaExporter", Exporter)
     monkeypatch.setattr(memory, "SharedFileExporter", Exporter)
     place = torch.device(device)

@@ -336,16 +336,14 @@ def _sent(folder: str, config: Any) -> list[Finding]:
     from verl_sync_plugin.report import size_text
     from verl_sync_plugin.trainers.base import wire_policy
     from verl_sync_plugin.trainers.fsdp2 import StateDictSource
-    from verl_sync_plugin.trainers.naming import Naming, checkpoint_rewrite
+    from verl_sync_plugin.trainers.naming import Naming, checkpoint_rewrite, unsaved_of
 
     rollout, given = config.actor_rollout_ref.rollout, AutoConfig.from_pretrained(folder, trust_remote_code=False)
     kind = AutoModelForImageTextToText if hasattr(given, "vision_config") else AutoModelForCausalLM
     with torch.device("meta"):
         module = kind.from_config(given)
-    tied = frozenset(getattr(module, "all_tied_weights_keys", None) or ())
-    source = StateDictSource(
-        module.state_dict, Naming(wire_policy(str(rollout.dtype)), checkpoint_rewrite(module), unsaved=tied)
-    )
+    naming = Naming(wire_policy(str(rollout.dtype)), checkpoint_rewrite(module), unsaved=unsaved_of(module))
+    source = StateDictSource(module.state_dict, naming)
     megabytes = int(rollout.checkpoint_engine.update_weights_bucket_megabytes)
     plan = source.plan(tuple(shard.base for shard in source.shards()), megabytes << 20)
     model, names = config.actor_rollout_ref.model, given.architectures or [type(module).__name__]

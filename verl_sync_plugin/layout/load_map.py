@@ -75,21 +75,22 @@ class Box(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
         for size, source, _ in reversed(self.dims):
             dims.append((size, source, step))
             step *= size
-        return Box(self.source, 0, _joined(reversed(dims)))
+        return Box(self.source, 0, tuple(joined(reversed(dims))))
 
     def taken(self) -> Box:
         """The same for whoever asks only what is taken of the tensor."""
         return Box(self.source, 0, tuple((size, step, 0) for size, step, _ in self.dims))
 
 
-def _joined(dims: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+def joined(dims: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Dimensions as in ``Box``, as few as they can be."""
     found: list[tuple[int, int, int]] = []
     for size, step, other in dims:
         if found and found[-1][1:] == (size * step, size * other):
             found[-1] = (found[-1][0] * size, step, other)
         else:
             found.append((size, step, other))
-    return tuple(found)
+    return found
 
 
 def box_of(shape: Sequence[int], steps: Sequence[int], others: Sequence[int], source: int, target: int) -> Box:
@@ -101,7 +102,7 @@ def box_of(shape: Sequence[int], steps: Sequence[int], others: Sequence[int], so
         source, target: the first element on either side.
     """
     dims = [each for each in zip(shape, steps, others, strict=True) if each[0] != 1]
-    return Box(source, target, _joined(sorted(dims, key=lambda d: (-d[1], -d[2]))))
+    return Box(source, target, tuple(joined(sorted(dims, key=lambda d: (-d[1], -d[2])))))
 
 
 class Move(msgspec.Struct, frozen=True, array_like=True):
@@ -252,16 +253,35 @@ def box_spans(box: Box, of_source: bool, size: int = 1) -> np.ndarray:
             outer.append((many, step))
     if 0 in (d[0] for d in box.dims):
         return NOTHING
-    starts = np.array([first], dtype=np.int64)
-    for many, step in outer:
-        starts = (starts[:, None] + np.arange(many, dtype=np.int64) * step).ravel()
+    starts = starts_of(first, outer)
     return np.stack((starts, starts + width), 1)
+
+
+def starts_of(first: int, dims: Iterable[tuple[int, int]]) -> np.ndarray:
+    """Where the rows of some memory begin, by the sizes and steps of its outer dimensions, outermost first."""
+    starts = np.array([first], dtype=np.int64)
+    for many, step in dims:
+        starts = (starts[:, None] + np.arange(many, dtype=np.int64) * step).ravel()
+    return starts
+
+
+def row_major(shape: Sequence[int]) -> list[int]:
+    """The strides of a contiguous tensor."""
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 def own_box(shape: Sequence[int], strides: Sequence[int] | None) -> Box:
     """All elements of a tensor, in its own order."""
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))] if strides is None else strides
+    strides = row_major(shape) if strides is None else strides
     return box_of(shape, strides, strides, 0, 0)
+
+
+def box_runs(size: Sequence[int], offset: Sequence[int], whole: Sequence[int]) -> list[Run]:
+    """Runs from the elements of a contiguous box of ``size`` at ``offset`` to those of a contiguous tensor ``whole``;
+    one entry per dimension, all sizes at least 1."""
+    strides = row_major(whole)
+    first = sum(at * stride for at, stride in zip(offset, strides, strict=True))
+    return box_of(size, row_major(size), strides, 0, first).runs(1)
 
 
 # ------------------------------------------------------------------------------------- what follows from the map
@@ -336,11 +356,7 @@ def wire_dtypes(names: Sequence[str], maps: Iterable[LoadMap]) -> dict[str, str]
 
 def owners_of(buckets: Sequence[Sequence[Entry]]) -> dict[int, int]:
     """Under whose number the bytes of each tensor are counted: tied ones share them, and travel once. -1 for a tensor
-    that shares only some of its bytes with another.
-
-    Args:
-        buckets: the entries of each.
-    """
+    that shares only some of its bytes with another."""
     numbers, layouts = numbers_of(buckets), dict[str, tuple[object, ...]]()
     for entry in (entry for entries in buckets for entry in entries):
         layouts[entry.name] = entry.dtype, entry.shape, entry.strides
@@ -376,23 +392,15 @@ def read_parts(found: LoadMap, buckets: Sequence[Sequence[Entry]], owners: Mappi
 
 def held_parts(found: LoadMap, dtypes: Sequence[str], owners: Mapping[int, int]) -> list[tuple[int, Move]]:
     """Lists what an engine rank hashes in its parameters after a sync, in the order of its sums: tensors and moves.
-
-    Args:
-        found: what it does.
-        dtypes: in which the tensors travel, by number.
-        owners: ``owners_of``.
-    """
+    ``dtypes`` are those in which the tensors travel, by number."""
     unfit = {number for number, _ in found.not_held}
     unfit.update(move.tensor for move in found.moves if size_of(move.dtype) < size_of(dtypes[move.tensor]))
     return [(owners[m.tensor], m) for m in found.moves if m.tensor not in unfit and owners[m.tensor] >= 0]
 
 
 def weigh(numels: Sequence[int], everyone: Sequence[Sequence[Part]]) -> tuple[list[int], list[list[int]]]:
-    """Weighs every part so that one sum over all ranks compares all copies of all elements of a tensor.
-
-    Args:
-        numels: elements of each tensor.
-        everyone: the parts of each rank.
+    """Weighs every part so that one sum over all ranks compares all copies of all elements of a tensor. ``numels`` are
+    the elements of each tensor, and ``everyone`` are the parts of each rank.
 
     Returns:
         How often the elements of each tensor count then, 0 where nobody has any and -1 where they cannot be counted

@@ -62,8 +62,7 @@ def plan_buckets(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = Fal
     """
     worlds = {len(base.lengths) for base in bases} - {1}
     assert len(worlds) <= 1, f"bases are sharded over groups of different sizes: {sorted(worlds)}"
-    _check_names(bases)
-    buckets: list[Bucket] = []
+    groups, buckets = _groups(bases), list[Bucket]()
     for world in [*worlds, 1]:
         capacity = bucket_bytes // (1 if sharded else world) // ALIGNMENT * ALIGNMENT
         if capacity < ALIGNMENT:
@@ -71,7 +70,7 @@ def plan_buckets(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = Fal
                 f"bucket of {bucket_bytes} bytes cannot serve {world} ranks with {ALIGNMENT} bytes each; "
                 "raise actor_rollout_ref.rollout.update_weights_bucket_megabytes"
             )
-        queues = _queues(bases, world, capacity)
+        queues = _queues(bases, groups, world, capacity)
         while queues:
             used, slices = [0] * world, list[Slice]()
             fits = True
@@ -89,17 +88,22 @@ def plan_buckets(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = Fal
     return Plan(bases, tuple(buckets), digest, sharded)
 
 
-def _check_names(bases: tuple[Base, ...]) -> None:
-    seen: set[str] = set()
-    before: list[str] = []
-    for base in bases:
+def _groups(bases: tuple[Base, ...]) -> list[list[int]]:
+    """The bases that travel together, by number: the parts of one parameter, else each by itself."""
+    groups, seen = list[list[int]](), set[str]()
+    before: list[str] = []  # names of a parameter that may have more parts
+    for index, base in enumerate(bases):
         names = [view.name for view in base.views]
-        if names != before or not _alone(base):  # else another part of the same parameter
-            for name in names:
-                if name in seen:
-                    raise ValueError(f"two tensors of the trainer's model are both named {name!r}")
-                seen.add(name)
+        if names == before and _alone(base):
+            groups[-1].append(index)
+            continue
+        groups.append([index])
         before = names if _alone(base) else []
+        for name in names:
+            if name in seen:
+                raise ValueError(f"two tensors of the trainer's model are both named {name!r}")
+            seen.add(name)
+    return groups
 
 
 def _alone(base: Base) -> bool:
@@ -107,27 +111,21 @@ def _alone(base: Base) -> bool:
     return len(base.lengths) > 1 and any(view.shares for view in base.views)
 
 
-def _queues(bases: tuple[Base, ...], world: int, capacity: int) -> dict[Owners, deque[_Unit]]:
+def _queues(bases: tuple[Base, ...], groups: list[list[int]], world: int, capacity: int) -> dict[Owners, deque[_Unit]]:
     """The units in model order, grouped by the ranks that hold them."""
     queues: dict[Owners, deque[_Unit]] = {}
-    everyone = (tuple(range(world)),)
-    index = 0
-    while index < len(bases):
-        base, first = bases[index], index
-        index += 1
-        if len(base.lengths) != world or not (longest := max(base.lengths)):
+    for group in groups:
+        parts = [bases[index] for index in group]
+        longest = max(max(part.lengths) for part in parts)
+        if len(parts[0].lengths) != world or not longest:
             continue
-        owners: Owners = everyone
-        if _alone(base):
-            names = [view.name for view in base.views]
-            while index < len(bases) and _alone(bases[index]) and [v.name for v in bases[index].views] == names:
-                index += 1
-            parts = bases[first:index]
+        owners: Owners = (tuple(range(world)),)
+        if _alone(parts[0]):
+            names = [view.name for view in parts[0].views]
             assert len({part.dtype for part in parts}) == 1, f"shards of several dtypes of {names}"
             owners = tuple(tuple(rank for rank, held in enumerate(part.lengths) if held) for part in parts)
             assert len(set(owners)) == len(owners), f"one rank owns two shards of {names}"
-            longest = max(part.numel for part in parts)
-        unit = _Unit(list(range(first, index)), owners, longest, base.itemsize, _grain(base, capacity))
+        unit = _Unit(group, owners, longest, parts[0].itemsize, _grain(parts[0], capacity))
         queues.setdefault(owners, deque()).append(unit)
     return queues
 
@@ -155,16 +153,13 @@ def _seal(bases: tuple[Base, ...], slices: list[Slice], stride: int, world: int)
         here: Partition | None = None
         for view in base.views:
             if view.span == start and not view.start and not view.shares:
-                pieces = held.copy()  # all of the base
+                pieces = held  # all of the base
             else:
                 here = here or Partition(held)
                 runs = [run.times(size) for run in view.runs]
                 pieces = [piece for run in runs for _, piece in here.meet(run)]
             if pieces:
-                if view.name in found:
-                    found[view.name][2].extend(pieces)
-                else:
-                    found[view.name] = base, view, pieces
+                found.setdefault(view.name, (base, view, []))[2].extend(pieces)
     entries = []
     for name, (base, view, pieces) in found.items():
         pieces.sort(key=lambda piece: piece.target)

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import product
-from math import prod
 
 import msgspec
 
@@ -165,34 +163,3 @@ class Partition:
             for common in compose(self._parts[index], run):
                 yield index, common
             index += 1
-
-
-def box_runs(size: Sequence[int], offset: Sequence[int], whole: Sequence[int]) -> tuple[Run, ...]:
-    """Runs from the elements of a contiguous box of ``size`` at ``offset`` to those of a contiguous tensor ``whole``;
-    one entry per dimension, all sizes at least 1."""
-    strides = [prod(whole[axis + 1 :]) for axis in range(len(whole))]
-    target = sum(at * stride for at, stride in zip(offset, strides, strict=True))
-    cut = len(whole)  # from this dimension on the box is one stretch of memory
-    while cut > 0 and size[cut - 1] == whole[cut - 1]:
-        cut -= 1
-    cut = max(cut - 1, 0)
-    width = prod(size[cut:])
-    if cut == 0:
-        return (Run(0, target, width),)
-    # Rows of that stretch at one stride: a dimension, and those before it while nothing of it is left out
-    first = cut - 1
-    while first > 0 and size[first] == whole[first]:
-        first -= 1
-    count = prod(size[first:cut])
-    outer = product(*(range(size[axis]) for axis in range(first)))
-    return tuple(
-        Run(
-            number * count * width,
-            target + sum(at * stride for at, stride in zip(place, strides, strict=False)),
-            width,
-            count,
-            width if count > 1 else 0,
-            strides[cut - 1] if count > 1 else 0,
-        )
-        for number, place in enumerate(outer)
-    )

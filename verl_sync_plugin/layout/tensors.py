@@ -12,7 +12,7 @@ reads what it needs where it lies; another one is completed on every rank by bro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -68,6 +68,14 @@ class Base:
     def numel(self) -> int:
         return sum(self.lengths)
 
+    def first(self, rank: int) -> int:
+        """The element that a rank's run begins with."""
+        return sum(self.lengths[:rank]) if len(self.lengths) > 1 else 0
+
+    def held(self, rank: int) -> int:
+        """The elements of a rank's run."""
+        return self.lengths[rank if len(self.lengths) > 1 else 0]
+
 
 @dataclass(frozen=True)
 class Slice:
@@ -80,7 +88,7 @@ class Slice:
 
     def count(self, base: Base, rank: int) -> int:
         """Counts the elements that a rank has; not positive when its run ends before."""
-        return min(self.end, base.lengths[rank if len(base.lengths) > 1 else 0]) - self.begin
+        return min(self.end, base.held(rank)) - self.begin
 
 
 @dataclass(frozen=True)
@@ -198,15 +206,9 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Hull:
-    """Consecutive bytes ``[first, end)`` of a bucket that lie in one segment.
-
-    Attributes:
-        first: first byte.
-        end: one past the last.
-        names: the tensors that hold these bytes, in the bucket's order; several where weights are tied. The first
-            one's hash counts them.
-        equal: every one of them holds all of these bytes.
-    """
+    """Consecutive bytes ``[first, end)`` of a bucket that lie in one segment. ``names`` are the tensors that hold them,
+    in the bucket's order; several where weights are tied, and then the first one's hash counts them. ``equal``: each
+    holds all of these bytes."""
 
     first: int
     end: int
@@ -221,13 +223,8 @@ def numbers_of(buckets: Iterable[Sequence[Entry]]) -> dict[str, int]:
 
 
 def hulls_of(entries: Sequence[Entry], low: int = 0, high: float = math.inf) -> list[Hull]:
-    """The bytes of a bucket that belong to any tensor, disjoint and in ascending order.
-
-    Args:
-        entries: what the bucket holds.
-        low: first byte of a segment, to be given only what lies in it.
-        high: one past its last byte.
-    """
+    """The bytes of a bucket that belong to any tensor, disjoint and in ascending order; only those of the segment
+    ``[low, high)``, if given."""
     spans = sorted(
         (first, end, place)
         for place, entry in enumerate(entries)
@@ -235,26 +232,19 @@ def hulls_of(entries: Sequence[Entry], low: int = 0, high: float = math.inf) -> 
         if low <= piece.source < high
         for first, end in piece.sources()
     )
-    return [
-        Hull(first, end, tuple(dict.fromkeys(entries[place].name for place in sorted(places))), equal)
-        for first, end, places, equal in _merged(spans)
-    ]
-
-
-def _merged(spans: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, list[int], bool]]:
-    """Overlapping spans as one."""
-    index = 0
+    hulls, index = list[Hull](), 0
     while index < len(spans):
         first, end, place = spans[index]
-        places, equal = [place], True
+        places, equal = {place}, True
         index += 1
         while index < len(spans) and spans[index][0] < end:
-            other, other_end, place = spans[index]
-            equal = equal and (other, other_end) == (first, end)
-            end = max(end, other_end)
-            places.append(place)
+            equal = equal and spans[index][:2] == (first, end)
+            end = max(end, spans[index][1])
+            places.add(spans[index][2])
             index += 1
-        yield first, end, places, equal
+        names = dict.fromkeys(entries[place].name for place in sorted(places))
+        hulls.append(Hull(first, end, tuple(names), equal))
+    return hulls
 
 
 def dtype_name(dtype: torch.dtype) -> str:

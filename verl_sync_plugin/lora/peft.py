@@ -31,11 +31,6 @@ def adapter_of(name: str) -> str:
     return name.partition(".lora_")[2].split(".")[1]
 
 
-def served_name(key: str, adapter: str) -> str:
-    """The name of a factor in an adapter checkpoint: PEFT's state-dict key without the adapter's own name."""
-    return key.replace(f".{adapter}.", ".").removesuffix(f".{adapter}")
-
-
 def plain_name(name: str) -> str:
     """The name of a module or a state-dict key in the model that PEFT has wrapped."""
     return name.removeprefix("base_model.model.")
@@ -202,10 +197,10 @@ class Adapters:
                     self.copies[plain_name(name)] = _copy_in_use(name, module)
         self._states = self._look()
 
-    def renamed(self, rename: Callable[[dict[str, Any]], dict[str, Any]]) -> list[LoRAWeight]:
-        """The weights under the names that ``rename`` gives to state-dict keys."""
+    def rename(self, rename: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Gives the weights the names that ``rename`` gives to state-dict keys."""
         named = rename({each.name: each for each in self.weights})
-        return [replace(weight, name=name) for name, weight in named.items()]
+        self.weights = [replace(weight, name=name) for name, weight in named.items()]
 
     def _look(self) -> list[tuple[tuple[str, ...], bool, bool]]:
         return [

@@ -128,8 +128,7 @@ def _peft_arguments(block: Mapping[str, Any], path: str | None) -> dict[str, Any
         if key in _OWN_KEY and value != block.get(_OWN_KEY[key]):
             raise _fail(f"{PEFT_KEY}.{key}", value, "has a key of its own", f"Use {PREFIX}.lora.{_OWN_KEY[key]}.")
         if key not in _peft_fields():
-            close = difflib.get_close_matches(key, _peft_fields(), n=1)
-            hint = f"Did you mean {close[0]}?" if close else "See PEFT's LoraConfig."
+            hint = _hint(key, list(_peft_fields()), "See PEFT's LoraConfig.")
             raise _fail(f"{PEFT_KEY}.{key}", value, "PEFT's LoraConfig does not know it", hint)
     kind = block.get("type") or "lora"
     if kind == "dora":
@@ -147,6 +146,11 @@ def _peft_arguments(block: Mapping[str, Any], path: str | None) -> dict[str, Any
         problem = f"the adapter brings its own settings, so {found} have no effect"
         raise _fail(f"{PREFIX}.lora_adapter_path", path, problem, "Remove one of the two.")
     return found
+
+
+def _hint(word: str, known: list[str], otherwise: str) -> str:
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"Did you mean {close[0]}?" if close else otherwise
 
 
 def _refuse_pefts_own(block: Mapping[str, Any], stock: Mapping[str, Any]) -> None:
@@ -171,9 +175,7 @@ def _check_value(field: str, value: Any, block: Mapping[str, Any]) -> None:
     where, kind = _key_of(field, value, block), _peft_fields()[field]
     if not _fits(value, kind):
         words = [each for each in _choices(kind) if isinstance(each, str)]
-        close = difflib.get_close_matches(str(value), words, n=1)
-        hint = f"Did you mean {close[0]}?" if close else "Correct the value."
-        hint = f"Use [{value}]." if _fits([value], kind) else hint
+        hint = f"Use [{value}]." if _fits([value], kind) else _hint(str(value), words, "Correct the value.")
         raise ValueError(f"{where}: PEFT takes {inspect.formatannotation(kind)} there. {hint}")
     if field == "init_lora_weights" and value in ("eva", "corda"):
         raise ValueError(f"{where}: PEFT needs data for it, and verl gives it none. Use for example pissa or olora.")

@@ -110,8 +110,8 @@ class ShardingManager(BaseShardingManager):
         source = self.trainer.open_source()
         if self.trainer.serves_adapter:
             self.endpoint.engine.refuse_adapter(self.trainer.open_adapter(source).settings, {})
-        elif source.prepares and (end := self.trainer.untied_end()):
-            self.endpoint.engine.refuse_untied(self.trainer.architectures, f"the adapter's {end}")
+        elif source.prepares and (ends := self.trainer.untied_ends()):
+            self.endpoint.engine.refuse_untied(self.trainer.architectures, f"the adapter's {ends[0]}")
         if self.trainer.policy.blocks:
             return QuantizingSource(source, self.trainer.policy, self._device, self.config.timeout_seconds)
         return source

@@ -32,7 +32,7 @@ from verl_sync_plugin.layout.tensors import Plan, Shard
 from verl_sync_plugin.log import say
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.sender import SLOTS, BucketSender
-from verl_sync_plugin.trainers.base import ParameterSource, name_culprit, rank_in
+from verl_sync_plugin.trainers.base import ParameterSource, name_culprit
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.joint import JointRanks
 from verl_sync_plugin.transport.memory import Live, LiveParameters, NotInPlaceError, StagingExport
@@ -71,7 +71,7 @@ class Sync:
     @property
     def rank(self) -> int:
         """This rank's place among the owners of a sharded base."""
-        return rank_in(self.source.group)
+        return self.source.rank
 
 
 class Reach:

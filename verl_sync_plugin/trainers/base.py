@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import PurePath
@@ -34,6 +35,11 @@ class ParameterSource(ABC):
     once ``shards`` has been called, are the ranks among which bases with several owners are sharded."""
 
     group: dist.ProcessGroup | None = None
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among the owners of a sharded base; 0 where there are no others."""
+        return 0 if self.group is None else dist.get_rank(self.group)
 
     @property
     def prepares(self) -> bool:
@@ -140,9 +146,9 @@ class TrainerBackend(ABC):
         config = getattr(getattr(self.engine, "model_config", None), "hf_config", None)
         return tuple(getattr(config, "architectures", None) or ())
 
-    def untied_end(self) -> str:
-        """The adapted layer class of embedding or head that makes the two differ; empty when there is none."""
-        return ""
+    def untied_ends(self) -> list[str]:
+        """The layer classes of embedding and head that an adapter makes differ."""
+        return []
 
 
 @dataclass
@@ -188,11 +194,6 @@ def wire_policy(rollout_dtype: str) -> WirePolicy:
     return WirePolicy(dtype)
 
 
-def rank_in(group: dist.ProcessGroup | None) -> int:
-    """This rank's place among the owners of a sharded base; 0 where there are no others."""
-    return 0 if group is None else dist.get_rank(group)
-
-
 def trainer_device() -> torch.device:
     """The device on which this process of verl computes."""
     name = get_device_name()
@@ -212,7 +213,7 @@ def name_culprit(bucket: Bucket, shards: list[Shard], source: ParameterSource, r
             return f"one of {names[:5]} holds NaN or Inf in the trainer"
         if not run.numel() or not run.is_floating_point():
             continue
-        first = sum(shard.base.lengths[: rank if len(shard.base.lengths) > 1 else 0]) + part.begin
+        first = shard.base.first(rank) + part.begin
         for dtype, problem in (
             (run.dtype, "holds NaN or Inf in the trainer"),
             (getattr(torch, shard.base.dtype), f"exceeds the range of {shard.base.dtype}, in which it travels"),
@@ -286,34 +287,28 @@ class ShardExport:
 def refuse_plain_stream() -> None:
     """Raises RegistryConflictError where verl's registry holds somebody else's engine for one of our strategies, else
     ValueError: the trainer's strategy is another."""
+    from verl.workers.engine.base import EngineRegistry
+
     engines = defaultdict(list)
     for strategy in TRAINERS:
-        if (engine := _chosen(strategy)) is not None:
-            engines[engine].append(strategy)
+        with suppress(AssertionError, ValueError):  # not installed, or not for this device
+            engine: type = EngineRegistry.get_engine_cls("language_model", strategy)
+            if not any(base.__module__.startswith("verl_sync_plugin.") for base in engine.__mro__):
+                engines[engine].append(strategy)
     for engine, strategies in engines.items():
-        what = f"verl's training engine for {', '.join(strategies)} is {engine.__module__}.{engine.__qualname__} here"
+        cause = (
+            "where verl-sync-plugin needs its own: another plugin has taken the key. Uninstall one of the two plugins"
+        )
         if engine.__module__.startswith("verl."):
-            raise RegistryConflictError(
-                f"{what}, verl's own: verl-sync-plugin registers its engines for the vendors {' and '.join(VENDORS)}. "
-                f"Set VERL_ENGINE_VENDOR={VENDORS[0]} in the environment of every node, or {TURN_OFF}."
+            cause = (
+                f"verl's own: verl-sync-plugin registers its engines for the vendors {' and '.join(VENDORS)}. "
+                f"Set VERL_ENGINE_VENDOR={VENDORS[0]} in the environment of every node"
             )
         raise RegistryConflictError(
-            f"{what}, where verl-sync-plugin needs its own: another plugin has taken the key. Uninstall one of the two "
-            f"plugins, or {TURN_OFF}."
+            f"verl's training engine for {', '.join(strategies)} is {engine.__module__}.{engine.__qualname__} here, "
+            f"{cause}, or {TURN_OFF}."
         )
     raise ValueError(
         "the training engine exports a plain weight stream: no sharding manager knows it "
         f"(actor_rollout_ref.actor.strategy other than {', '.join(TRAINERS)}). Use one of these, or {TURN_OFF}."
     )
-
-
-def _chosen(strategy: str) -> type | None:
-    """The engine that verl chooses in this process; ``None`` when it is ours or a subclass, or there is none."""
-    from verl.workers.engine.base import EngineRegistry
-
-    try:
-        engine: type = EngineRegistry.get_engine_cls("language_model", strategy)
-    except (AssertionError, ValueError):  # not installed, or not for this device
-        return None
-    ours = any(base.__module__.startswith("verl_sync_plugin.") for base in engine.__mro__)
-    return None if ours else engine

@@ -24,7 +24,7 @@ from verl_sync_plugin.copies.packing import chunks_of
 from verl_sync_plugin.copies.table import QuantizeTable, Rectangle, kernel_works, scales_of
 from verl_sync_plugin.layout.strided import Run, compose, in_rows
 from verl_sync_plugin.layout.tensors import SCALE, Base, Member, Shard, Slice, View
-from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_name, rank_in
+from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_name
 from verl_sync_plugin.trainers.lora import Excerpt, Merge, excerpt, reached, take_part
 from verl_sync_plugin.transport.agreement import Agreement
 
@@ -51,14 +51,15 @@ class _Weight:
         return scales[self.first : self.first + math.prod(self.scales)].view(self.scales)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Piece:
-    """A base that travels, which is a part of base ``inner`` of the trainer, with the weights in it; of tied ones one
-    stands for all."""
+    """A base that travels, which is a part of base ``inner`` of the trainer, with the quantized weights in it, if any;
+    of tied ones one stands for all."""
 
     inner: int
     part: Excerpt
-    weights: tuple[tuple[View, _Weight], ...]
+    weights: tuple[tuple[View, _Weight], ...] = ()
+    unit: _Unit | None = None
 
 
 class _Rectangle(NamedTuple):
@@ -98,13 +99,15 @@ class _Part(NamedTuple):
     target: int
 
 
-@dataclass
+@dataclass(eq=False)
 class _Unit:
-    """Weights that lie in the same bases: the parts of one parameter. ``scales`` are ``[first, end)`` of all."""
+    """Weights that lie in the same bases: the parts of one parameter. Their scales, ``[first, end)`` of all, are a base
+    that travels after these parts."""
 
-    pieces: list[_Piece] = field(default_factory=list)
     first: int = 0
     end: int = 0
+    scales: Base = field(init=False)
+    pieces: list[_Piece] = field(default_factory=list)
 
 
 class QuantizingSource(ParameterSource):
@@ -123,7 +126,7 @@ class QuantizingSource(ParameterSource):
         self._blocks, self._dtype = dict(policy.blocks), policy.dtype
         self._bases: tuple[Base, ...] = ()
         self._found: list[Shard] = []
-        self._travels: list[tuple[_Unit | None, _Piece | tuple[Base, int]]] = []
+        self._travels: list[_Piece | _Unit] = []
         self._done: set[int] = set()  # units whose scales are those of this sync, by their first
         self._largest = self._scales = torch.empty(0)
         sizes = {size for block in self._blocks.values() for size in block}
@@ -154,7 +157,7 @@ class QuantizingSource(ParameterSource):
             self._lay_out(bases)
         self._bases = bases
         self._largest.zero_()
-        return [self._shard(each) for _, each in self._travels]
+        return [self._shard(each) for each in self._travels]
 
     def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
         return self._inner.merged_with(self._inner_of(bases))
@@ -162,18 +165,19 @@ class QuantizingSource(ParameterSource):
     # ---- which bases travel
 
     def _lay_out(self, bases: tuple[Base, ...]) -> None:
-        self._travels, before, unit, after, end = [], list[str](), _Unit(), 0, 0
         self._tables.clear()
+        found, before, unit, end = list[_Piece | _Unit](), list[str](), _Unit(), 0
         for number, base in enumerate(bases):
-            for part in _parts(base, rank_in(self.group) if len(base.lengths) > 1 else 0, self._blocks):
+            for part in _parts(base, self.rank, self._blocks):
                 views = [view for view in part.base.views if view.name in self._blocks]
                 if not views:
-                    self._travels.append((None, _Piece(number, part, ())))
+                    found.append(_Piece(number, part))
                     continue
                 names, shared = [view.name for view in views], any(view.shares for view in views)
                 if not (shared and names == before):  # else one more part of the same weights
                     end = -(-end // 4) * 4  # the kernel reads scales from a multiple of 16 bytes on
-                    before, unit, after = names, _Unit(first=end), len(self._travels)
+                    before, unit = names, _Unit(first=end)
+                    found.append(unit)
                 alike: dict[object, list[View]] = {}
                 for view in views:
                     self._refuse(view)
@@ -185,16 +189,14 @@ class QuantizingSource(ParameterSource):
                     numel = math.prod(weight.scales)
                     scales += (View(view.name + SCALE, weight.scales, end - unit.first, numel) for view in tied)
                     end += numel
-                if not unit.pieces:  # all scales of a parameter, which every rank knows, are sent by the first one
-                    lengths = end - unit.first, *(0 for _ in base.lengths[1:])
-                    self._travels.append(
-                        (unit, (Base(scales[0].name, "float32", 4, lengths, tuple(scales)), unit.first))
-                    )
-                in_fp8 = replace(part.base, dtype=dtype_name(FP8), itemsize=FP8.itemsize)
-                unit.pieces.append(_Piece(number, replace(part, base=in_fp8), tuple(weights)))
                 unit.end = end
-                self._travels.insert(after, (unit, unit.pieces[-1]))  # the scales come after the last part
-                after += 1
+                lengths = end - unit.first, *(0 for _ in base.lengths[1:])  # the first rank sends them; all know them
+                unit.scales = Base(scales[0].name, "float32", 4, lengths, tuple(scales))
+                in_fp8 = replace(part.base, dtype=dtype_name(FP8), itemsize=FP8.itemsize)
+                unit.pieces.append(_Piece(number, replace(part, base=in_fp8), tuple(weights), unit))
+        self._travels = []
+        for each in found:
+            self._travels += [*each.pieces, each] if isinstance(each, _Unit) else [each]
         self._largest = torch.zeros(end, dtype=torch.float32, device=self._device)
         self._scales = torch.empty_like(self._largest)
 
@@ -205,34 +207,33 @@ class QuantizingSource(ParameterSource):
                 f"engine keeps it in fp8: weight sync quantizes contiguous matrices. {REMEDY}"
             )
 
-    def _shard(self, each: _Piece | tuple[Base, int]) -> Shard:
-        if not isinstance(each, _Piece):
-            base, first = each
-            held = base.numel if len(base.lengths) == 1 or rank_in(self.group) == 0 else 0
-            scales = self._scales[first : first + held]
-            return Shard(base, lambda: scales, run=scales)
+    def _shard(self, each: _Piece | _Unit) -> Shard:
+        if isinstance(each, _Unit):
+            scales = self._scales[each.first : each.first + each.scales.held(self.rank)]
+            return Shard(each.scales, lambda: scales, run=scales)
         shard, part = self._found[each.inner], each.part
         if part.base is shard.base:
             return shard
-        first = part.offset if part.count else 0
         inner = shard.merge
-        merge = None if inner is None else lambda values, begin: inner(values, first + begin)
+        merge = None if inner is None else lambda values, begin: inner(values, part.offset + begin)
         fill = None
         if each.weights:
             merge, fill = partial(self._quantized, each, merge), self._fill
         run = shard.run if shard.run is not None and shard.run.numel() == part.count else None
-        return Shard(part.base, lambda: shard.local()[first : first + part.count], merge, run=run, fill=fill)
+        return Shard(part.base, partial(part.run, shard), merge, run=run, fill=fill)
 
     # ---- the scales
 
     def _inner_of(self, bases: Sequence[int]) -> tuple[int, ...]:
-        pieces = (each for _, each in (self._travels[base] for base in bases))
+        pieces = (self._travels[base] for base in bases)
         return tuple(dict.fromkeys(each.inner for each in pieces if isinstance(each, _Piece)))
 
     def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
         """Finds the scales of all weights in these bases; of all that are to come, where ``inner`` prepares nothing."""
         wanted = [*bases] if self._inner.prepares else [*bases, *(base for bucket in ahead for base in bucket)]
-        found = {unit.first: unit for base in wanted if (unit := self._travels[base][0])}
+        travels = (self._travels[base] for base in wanted)
+        of_each = (each if isinstance(each, _Unit) else each.unit for each in travels)
+        found = {unit.first: unit for unit in of_each if unit is not None}
         units = [found[first] for first in sorted(found.keys() - self._done)]
         needed = {*self._inner_of(bases), *(piece.inner for unit in units for piece in unit.pieces)}
         if self._inner.prepares and needed:
@@ -260,11 +261,10 @@ class QuantizingSource(ParameterSource):
         """Adds what this rank holds of a base to the largest magnitudes. NaN and Inf make a scale infinite, which is
         found where it is packed."""
         shard = self._found[piece.inner]
-        first = piece.part.offset if piece.part.count else 0
-        run = shard.local()[first : first + piece.part.count]
+        run = piece.part.run(shard)
         for begin, count in chunks_of(run.numel()):
             values = run[begin : begin + count].to(self._device, non_blocking=True)
-            values = (values if shard.merge is None else shard.merge(values, first + begin)).to(self._dtype)
+            values = (values if shard.merge is None else shard.merge(values, piece.part.offset + begin)).to(self._dtype)
             for each in self._cut(piece, begin, count):
                 found = each.in_blocks(values).abs().amax((1, 3)).float()
                 found = torch.where(found.isfinite(), found, torch.inf)
@@ -288,7 +288,7 @@ class QuantizingSource(ParameterSource):
     def _cut(self, piece: _Piece, begin: int, count: int) -> Iterator[_Rectangle]:
         """Cuts ``count`` elements of this rank's run of a base; rectangles are relative to ``begin``."""
         base = piece.part.base
-        begin += sum(base.lengths[: rank_in(self.group) if len(base.lengths) > 1 else 0])
+        begin += base.first(self.rank)
         for view, weight in piece.weights:
             held = (each for run in view.runs for each in compose(Run(0, begin, count), run))
             for run in (part for each in held for part in in_rows(each, weight.shape[1])):
@@ -303,7 +303,7 @@ class QuantizingSource(ParameterSource):
         """Quantizes slices of bases; see ``Fill``."""
         wanted = list[_Part]()
         for part in slices:
-            piece = self._travels[part.base][1]
+            piece = self._travels[part.base]
             assert isinstance(piece, _Piece), "scales are sent as they are"
             wanted.append(_Part(piece, part.begin, min(part.end, piece.part.count) - part.begin, part.offset))
         return [slices[at] for at in self._run_kernel(wanted, self._scales, segment, hashed)]
@@ -349,7 +349,7 @@ def _parts(base: Base, rank: int, blocks: Mapping[str, tuple[int, int]]) -> Iter
     """A base whole, where all of its tensors are quantized or none, else each stretch of it that tensors share."""
     quantized = {view.name in blocks for view in base.views}
     if len(quantized) <= 1:
-        yield Excerpt(base, (), 0, base.lengths[rank])
+        yield Excerpt(base, (), 0, base.held(rank))
         return
     stretches = list[tuple[int, int, list[View]]]()
     for view in sorted(base.views, key=lambda view: view.start):

@@ -10,21 +10,13 @@ import torch
 from verl.utils.model import convert_weight_keys
 
 from verl_sync_plugin.config.settings import TURN_OFF
-from verl_sync_plugin.lora.peft import (
-    ADAPTER,
-    Adapters,
-    adapter_of,
-    carries_adapter,
-    is_adapter,
-    merged_name,
-    served_name,
-)
+from verl_sync_plugin.lora.peft import ADAPTER, Adapters, adapter_of, carries_adapter, is_adapter, merged_name
 from verl_sync_plugin.lora.settings import unties_embeddings
 from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, TrainerBackend
 from verl_sync_plugin.trainers.fsdp1 import FSDP1Source
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
 from verl_sync_plugin.trainers.lora import MergingSource
-from verl_sync_plugin.trainers.naming import Naming, checkpoint_rewrite
+from verl_sync_plugin.trainers.naming import Naming, checkpoint_rewrite, unsaved_of
 
 
 class FSDPTrainer(TrainerBackend):
@@ -62,14 +54,9 @@ class FSDPTrainer(TrainerBackend):
                 f"actor_rollout_ref.model.lora.merge=False: the engine serves the adapter {ADAPTER!r}, and in use are "
                 f"{sorted(adapters)}. Set actor_rollout_ref.model.lora.merge=True, which serves them merged."
             )
-        return MergingSource(
-            self._plain_source(),
-            found.renamed(self._rename),
-            self.device,
-            merge=not self.serves_adapter,
-            still=found.check,
-            timeout_seconds=self.config.timeout_seconds,
-        )
+        found.rename(self._rename)
+        bound, merges = self.config.timeout_seconds, not self.serves_adapter
+        return MergingSource(self._plain_source(), found, self.device, bound, merges)
 
     def open_adapter(self, source: ParameterSource) -> ServedAdapter:
         assert isinstance(source, MergingSource), "an adapter is served"
@@ -79,11 +66,8 @@ class FSDPTrainer(TrainerBackend):
     def _tied(self) -> bool:
         return bool(getattr(self.engine.model_config.hf_config, "tie_word_embeddings", False))
 
-    def untied_end(self) -> str:
-        return next(iter(self._untied_ends()), "")
-
-    def _untied_ends(self) -> list[str]:
-        """Classes of embedding and head, where adapted; none where PEFT trains one module for both."""
+    def untied_ends(self) -> list[str]:
+        """Those that are adapted; none where PEFT trains one module for both."""
         ends = (self._model.get_input_embeddings(), self._model.get_output_embeddings())
         together = getattr(self.adapter_config, "ensure_weight_tying", False)
         if self._tied and together and all(hasattr(end, "modules_to_save") for end in ends):
@@ -92,7 +76,7 @@ class FSDPTrainer(TrainerBackend):
 
     def _refuse_tied(self) -> None:
         """Raises ValueError unless the engine was launched untied where the adapter changes one side only."""
-        adapted = self._untied_ends()
+        adapted = self.untied_ends()
         if adapted and self._tied and not unties_embeddings(self.engine.model_config):
             raise ValueError(
                 f"the adapter changes the embedding or the head ({', '.join(adapted)}), which this model ties, and the "
@@ -104,9 +88,8 @@ class FSDPTrainer(TrainerBackend):
 
     def _plain_source(self) -> ParameterSource:
         model = self._model.get_base_model() if self._peft else self._model
-        unsaved = frozenset(getattr(model, "all_tied_weights_keys", None) or ())
-        if unties_embeddings(self.engine.model_config):
-            unsaved = frozenset()  # the engine unties them, too: what was tied travels twice
+        # Where the engine unties them, too, what was tied travels twice
+        unsaved = frozenset[str]() if unties_embeddings(self.engine.model_config) else unsaved_of(model)
         return self.reader(self.engine.module, Naming(self.policy, checkpoint_rewrite(model), self._rename, unsaved))
 
     def _rename(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +124,8 @@ class PEFTAdapter(ServedAdapter):
         factors = self._source.factors
         names = tuple(name for name in factors.shards if adapter_of(name) == ADAPTER)
         found = yield from factors.gather(names, self._source.group)
-        return {served_name(key, ADAPTER): factor for key, factor in found.items()}
+        # An adapter checkpoint leaves the adapter's own name out
+        return {key.replace(f".{ADAPTER}.", ".").removesuffix(f".{ADAPTER}"): factor for key, factor in found.items()}
 
     def release(self) -> None:
         self._source.release()

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._runtime_utils import _lazy_init
 
+from verl_sync_plugin.layout.load_map import own_box
 from verl_sync_plugin.layout.tensors import Base, Member, Shard, clean_name
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.naming import Naming
@@ -85,14 +87,11 @@ def _strides(name: str, shape: tuple[int, ...], held: tuple[int, ...]) -> tuple[
     its elements do not fill its memory, of which FSDP1 keeps as many elements as the parameter has."""
     if torch.empty_strided(shape, held, device="meta").is_contiguous():
         return None
-    filled = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(held, shape, strict=True) if size > 1):
-        if stride != filled:
-            raise ValueError(
-                f"parameter {name!r} has strides {held} for shape {shape}: there are gaps or repetitions between its "
-                "elements, and FSDP1 keeps others in their place. Give the model a parameter that is contiguous()."
-            )
-        filled *= size
+    if own_box(shape, held).dims != ((prod(shape), 1, 1),):
+        raise ValueError(
+            f"parameter {name!r} has strides {held} for shape {shape}: there are gaps or repetitions between its "
+            "elements, and FSDP1 keeps others in their place. Give the model a parameter that is contiguous()."
+        )
     return held
 
 

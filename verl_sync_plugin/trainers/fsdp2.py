@@ -76,7 +76,10 @@ class StateDictSource(ParameterSource):
         world = mesh.size(mesh.ndim - 1)
         if not sharded or world == 1:
             return (tensor.numel(),)
-        lengths = even_chunks(tensor.shape[0], world, tensor.numel() // max(tensor.shape[0], 1))
+        rows = tensor.shape[0]
+        step = -(-rows // world)  # rows of each chunk of torch.chunk; the last ones are shorter or empty
+        chunks = (max(min(step, rows - rank * step), 0) for rank in range(world))
+        lengths = tuple(chunk * (tensor.numel() // max(rows, 1)) for chunk in chunks)
         rank, held = mesh.get_local_rank(mesh.ndim - 1), tensor._local_tensor.numel()
         if held != lengths[rank]:
             raise ValueError(f"parameter {name!r}: rank {rank} holds {held} elements, not {lengths[rank]}")
@@ -91,12 +94,6 @@ def cut(tensor: DTensor) -> bool | None:
     sharded = type(last) is ShardPlacement and last.dim == 0
     known = all(isinstance(each, Replicate) for each in outer) and (sharded or isinstance(last, Replicate))
     return sharded if known else None
-
-
-def even_chunks(rows: int, world: int, row_numel: int) -> tuple[int, ...]:
-    """Elements per rank when ``rows`` are cut like ``torch.chunk``: equal chunks, the last ones shorter or empty."""
-    step = -(-rows // world)
-    return tuple(max(min(step, rows - rank * step), 0) * row_numel for rank in range(world))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -175,5 +172,4 @@ class FSDP2Source(StateDictSource):
     """Reads parameters and persistent buffers of a ``fully_shard``-ed module."""
 
     def __init__(self, module: torch.nn.Module, naming: Naming) -> None:
-        parameters = set(naming.rename(dict(module.named_parameters(remove_duplicate=False))))
-        super().__init__(_Module(module, naming.rename).state, naming, parameters)
+        super().__init__(_Module(module, naming.rename).state, naming, naming.parameters_of(module))

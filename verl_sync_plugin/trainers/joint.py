@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from math import prod
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,11 +53,8 @@ class RankLayout:
     computed: str = ""
 
 
-class Unit(NamedTuple):
-    """One parameter in one replica of the model: its parts, and the ranks of the world that hold each."""
-
-    parts: tuple[Part, ...]
-    holders: tuple[tuple[int, ...], ...]
+# One parameter in one replica of the model: its parts, and the ranks of the world that hold each
+Unit = list[tuple[Part, list[int]]]
 
 
 class JointSource(ParameterSource):
@@ -120,22 +116,22 @@ class JointSource(ParameterSource):
         """Works out who sends what. Raises ValueError, the same on every rank, where the ranks disagree."""
         units_of, rank = match(layouts), dist.get_rank()
         for unit in chain(*units_of.values()):
-            self.check_whole(unit.parts)
+            self.check_whole([part for part, _ in unit])
         ranks, units = next((ranks, units) for ranks, units in units_of.items() if rank in ranks)
         bases: list[Base] = []
         self._parts, self._mine = [], {}
         for unit, senders in zip(units, choose_owners(units, ranks), strict=True):
-            like = unit.parts[0]
+            like = unit[0][0]
             wire = getattr(torch, like.dtype)
             if not like.buffer:
                 wire = self._policy.of_parameter([view.name for view in like.views], wire)
-            for part, sender in zip(unit.parts, senders, strict=True):
+            for (part, _), sender in zip(unit, senders, strict=True):
                 if not part.views:
                     continue
                 if sender == rank:
                     self._mine[len(bases)] = part.name
                 lengths = tuple(prod(part.shape) if each == sender else 0 for each in ranks)
-                key = f"{part.name} (part {', '.join(map(str, part.place))})" if len(unit.parts) > 1 else part.name
+                key = f"{part.name} (part {', '.join(map(str, part.place))})" if len(unit) > 1 else part.name
                 bases.append(Base(key, dtype_name(wire), wire.itemsize, lengths, part.views))
                 self._parts.append(part)
         return bases
@@ -205,17 +201,16 @@ def _unit(ranks: tuple[int, ...], name: str, found: dict[int, Part]) -> Unit:
     for rank in ranks:
         if rank in found:
             holders[found[rank].place].append(rank)
-    places = sorted(holders)
-    parts = tuple(found[holders[place][0]] for place in places)
+    unit = [(found[holding[0]], holding) for _, holding in sorted(holders.items())]
     like, who = next(iter(found.values())), f"{_ranks(ranks)} {'hold' if len(ranks) > 1 else 'holds'}"
     of = f"of parameter {name!r} ({like.text}), which {_ranks(found)} hold"
-    if not parts:
+    if not unit:
         raise ValueError(f"{who} no copy {of}")
     for number, view in enumerate(like.views):
-        held = sum(run.width * run.count for part in parts for run in part.views[number].shares)
+        held = sum(run.width * run.count for part, _ in unit for run in part.views[number].shares)
         if held != view.span:
             raise ValueError(f"{who} {held} of {view.span} elements {of}")
-    return Unit(parts, tuple(tuple(holders[place]) for place in places))
+    return unit
 
 
 def _ranks(ranks: Iterable[int]) -> str:
@@ -223,14 +218,14 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def choose_owners(units: list[Unit], ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
+def choose_owners(units: list[Unit], ranks: tuple[int, ...]) -> list[list[int]]:
     """The rank of a replica that sends each part of its units, so that all ranks send about as much."""
     load = dict.fromkeys(ranks, 0)
-    chosen = [[0] * len(unit.parts) for unit in units]
-    places = [(unit, number) for unit, of in enumerate(units) for number in range(len(of.parts))]
+    chosen = [[0] * len(unit) for unit in units]
+    places = [(index, number) for index, unit in enumerate(units) for number in range(len(unit))]
     # What only one rank holds comes first: the others' choice evens it out
-    for index, number in sorted(places, key=lambda place: len(units[place[0]].holders[place[1]]) > 1):
-        part, holders = units[index].parts[number], units[index].holders[number]
+    for index, number in sorted(places, key=lambda place: len(units[place[0]][place[1]][1]) > 1):
+        part, holders = units[index][number]
         chosen[index][number] = rank = min(holders, key=lambda rank: (load[rank], rank))
         load[rank] += prod(part.shape) * getattr(torch, part.dtype).itemsize
-    return [tuple(picked) for picked in chosen]
+    return chosen

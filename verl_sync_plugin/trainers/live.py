@@ -18,7 +18,7 @@ from verl_sync_plugin.lora.peft import carries_adapter
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.trainers.fsdp import FSDP1Trainer, FSDP2Trainer
 from verl_sync_plugin.trainers.fsdp2 import StateDictSource
-from verl_sync_plugin.trainers.naming import Naming, checkpoint_rewrite, verl_rewrite
+from verl_sync_plugin.trainers.naming import Naming, checkpoint_rewrite, unsaved_of, verl_rewrite
 from verl_sync_plugin.trainers.placed import PlacedSource, ShardSpecTrainer, simple, state_boxes
 
 LiveSource = torch.nn.Module | Mapping[str, torch.Tensor]
@@ -100,12 +100,23 @@ class LiveTrainer(TrainerBackend):
         live, self._inner = self.engine, None
         if isinstance(live.source, Mapping):
             tied = frozenset(("lm_head.weight",) if live.config.get("tie_word_embeddings") else ())
-            given, rewrite = partial(getattr, live, "source"), verl_rewrite(live.config.get("model_type"))
+            given = partial(getattr, live, "source")
+            naming = Naming(self.policy, verl_rewrite(live.config.get("model_type")), unsaved=tied)
             if live.kind == STATE_DICT:
-                return StateDictSource(given, Naming(self.policy, rewrite, unsaved=tied))
-            return PlacedSource(lambda: state_boxes(given, rewrite, tied), self.policy)
+                return StateDictSource(given, naming)
+            return PlacedSource(lambda: state_boxes(given(), naming), self.policy)
         if live.kind == PLACED:
-            return self._placed(unwrapped(live.source))
+            model = unwrapped(live.source)
+            naming = Naming(
+                self.policy,
+                checkpoint_rewrite(model),
+                lambda state: convert_weight_keys(state, model),
+                unsaved_of(model),
+            )
+            parameters = naming.parameters_of(model)
+            return PlacedSource(
+                lambda: state_boxes(naming.rename(dict(model.state_dict())), naming, parameters), self.policy
+            )
         engine: Any = live.source
         if isinstance(engine, torch.nn.Module):
             module = engine.module if isinstance(engine, DistributedDataParallel) else engine
@@ -124,17 +135,6 @@ class LiveTrainer(TrainerBackend):
             raise ValueError("model.lora.merge=False: a script's engine serves merged weights. Set it to True.")
         return self._inner.open_source()
 
-    def _placed(self, model: Any) -> ParameterSource:
-        named = convert_weight_keys(dict(model.named_parameters(remove_duplicate=False)), model)
-        unsaved = frozenset(getattr(model, "all_tied_weights_keys", None) or ())
-
-        def state() -> dict[str, torch.Tensor]:
-            return dict(convert_weight_keys(dict(model.state_dict()), model))
-
-        buffers = frozenset(state()) - frozenset(named)
-        rewrite = checkpoint_rewrite(model)
-        return PlacedSource(lambda: state_boxes(state, rewrite, unsaved, buffers), self.policy)
-
     @property
     def name(self) -> str:
         return "script"
@@ -147,5 +147,5 @@ class LiveTrainer(TrainerBackend):
     def architectures(self) -> tuple[str, ...]:
         return tuple(self.engine.config.get("architectures") or ())
 
-    def untied_end(self) -> str:
-        return "" if self._inner is None else self._inner.untied_end()
+    def untied_ends(self) -> list[str]:
+        return [] if self._inner is None else self._inner.untied_ends()

@@ -23,7 +23,7 @@ from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.copies.packing import chunks_of
 from verl_sync_plugin.layout.tensors import Base, Member, Shard, View
 from verl_sync_plugin.lora.merge import Scratch, Target, add_squares, full_precision, steps_of
-from verl_sync_plugin.lora.peft import LoRAWeight, Weight, is_adapter, refuse_incomplete
+from verl_sync_plugin.lora.peft import Adapters, LoRAWeight, Weight, is_adapter, refuse_incomplete
 from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
 from verl_sync_plugin.transport.agreement import take_part, until
 
@@ -141,13 +141,12 @@ class Merging(ParameterSource):
     """A source that merges while it is packed, if it ``merges`` at all; every trainer's. ``factors`` are those of this
     sync, as shards; ``gathered`` are whole factors that are there now, by state-dict key."""
 
-    def __init__(
-        self, device: torch.device, timeout_seconds: float, merges: bool, gather_bytes: int = GATHER_BYTES
-    ) -> None:
+    _gather_bytes = GATHER_BYTES
+
+    def __init__(self, device: torch.device, timeout_seconds: float, merges: bool) -> None:
         self._device = device
         self._timeout = timeout_seconds
         self._merges = merges
-        self._gather_bytes = gather_bytes
         self._scratch = Scratch(device)
         self.factors = FactorStore(device, timeout_seconds)
         self._prepared: frozenset[int] = frozenset()
@@ -186,7 +185,7 @@ class Merging(ParameterSource):
 
     def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
         """Gathers the factors of every adapted weight in these bases, and DoRA's norms; those of the next buckets as
-        well, as long as all of them stay within ``gather_bytes``."""
+        well, as long as all of them stay within ``GATHER_BYTES``."""
         if self._prepared.issuperset(bases):
             return
         self._forget()  # before more is taken
@@ -222,32 +221,36 @@ class Merging(ParameterSource):
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Some or all elements of a base, as a base with its members. ``offset`` and ``count`` are of this rank's run in
-    its run of the old base."""
+    """Some or all elements of a base, as a base with its members. Of this rank's run of the old base they are ``count``
+    elements from ``offset`` on."""
 
     base: Base
     members: tuple[Member, ...]
     offset: int
     count: int
 
-    def of(self, shard: Shard) -> Shard:
+    def run(self, shard: Shard) -> torch.Tensor:
+        """This rank's run of it, in a shard of the old base."""
+        return shard.local()[self.offset : self.offset + self.count]
+
+    def of(self, shard: Shard, merge: Merge | None = None) -> Shard:
         """This part of a shard of the old base, which has no ``merge``."""
-        if self.base is shard.base:
-            return shard
-        first = self.offset if self.count else 0
-        return Shard(self.base, lambda: shard.local()[first : first + self.count], members=self.members)
+        if self.base is not shard.base:
+            return Shard(self.base, partial(self.run, shard), merge, self.members)
+        # Not by replace(), which takes longer
+        return shard if merge is None else Shard(shard.base, shard.local, merge, shard.members, shard.run)
 
 
 def excerpt(base: Base, rank: int, key: str, member: Member, views: Sequence[View]) -> Excerpt:
     """The elements of one member of a base as a new one with this key. ``rank`` is this rank's place among the owners;
     ``views``, of the old base, lie inside the member."""
     start, stop = member.start, member.start + math.prod(member.shape)
-    firsts = [0, *accumulate(base.lengths)]
-    cuts = [(max(first, start), min(end, stop)) for first, end in pairwise(firsts)]
-    lengths = tuple(max(end - first, 0) for first, end in cuts)
+    owned = pairwise(accumulate(base.lengths, initial=0))
+    lengths = tuple(max(min(end, stop) - max(first, start), 0) for first, end in owned)
     moved = tuple(replace(view, start=view.start - start) for view in views)
     part = Base(key, base.dtype, base.itemsize, lengths, moved)
-    return Excerpt(part, (replace(member, start=0),), cuts[rank][0] - firsts[rank], lengths[rank])
+    count = part.held(rank)
+    return Excerpt(part, (replace(member, start=0),), max(start - base.first(rank), 0) if count else 0, count)
 
 
 def adapter_part(shard: Shard, rank: int, member: Member) -> Excerpt:
@@ -275,7 +278,7 @@ def served_parts(base: Base, members: Sequence[Member], rank: int, weights: dict
             views = [view for view in views if view not in own]
     if len(views) < len(base.views):
         base = replace(base, views=tuple(views))
-    return [Excerpt(base, tuple(kept), 0, base.lengths[rank]), *parts]
+    return [Excerpt(base, tuple(kept), 0, base.held(rank)), *parts]
 
 
 def _views_of(member: Member, base: Base, members: Sequence[Member]) -> list[View]:
@@ -297,29 +300,21 @@ class _Recipe(NamedTuple):
 
 
 class MergingSource(Merging):
-    """Wraps ``inner``, the source of a PEFT model, whose ``weights`` are named like it names them. ``merge`` is False
-    for an engine that serves the adapter itself, and gets the base as it is; ``still`` raises when ``weights`` are not
-    what the trainer adapts any more.
+    """Wraps ``inner``, the source of a PEFT model, whose adapted weights are named like it names them. ``merges`` is
+    False for an engine that serves the adapter itself, and gets the base as it is.
 
-    Peak device memory next to the buckets: ``gather_bytes``, or the factors of one bucket's weights where those are
+    Peak device memory next to the buckets: ``GATHER_BYTES``, or the factors of one bucket's weights where those are
     larger, twice, and this rank's part of them once more; in fp32 ``LONGEST_CHUNK`` elements and two rows; of weights
     that are not ``plain`` three times ``LONGEST_CHUNK`` elements, and of fused experts at least one whole expert.
     """
 
     def __init__(
-        self,
-        inner: ParameterSource,
-        weights: list[LoRAWeight],
-        device: torch.device,
-        timeout_seconds: float,
-        merge: bool = True,
-        gather_bytes: int = GATHER_BYTES,
-        still: Callable[[], None] = lambda: None,
+        self, inner: ParameterSource, adapters: Adapters, device: torch.device, timeout_seconds: float, merges: bool
     ) -> None:
-        super().__init__(device, timeout_seconds, merge, gather_bytes)
+        super().__init__(device, timeout_seconds, merges)
         self._inner = inner
-        self._weights = {weight.name: weight for weight in weights}
-        self._still = still
+        self._adapters = adapters
+        self._weights = {weight.name: weight for weight in adapters.weights}
         self.exported: list[tuple[Shard, tuple[Target, ...]]] = []  # what travels, and what is merged into it
         self._recipes: dict[str, _Recipe] = {}
         self._sizes: dict[str, int] = {}
@@ -332,8 +327,8 @@ class MergingSource(Merging):
 
     def shards(self) -> list[Shard]:
         self.release()
-        self._still()
-        found, shards = self._inner.shards(), []
+        self._adapters.check()
+        found = self._inner.shards()
         self.group = self._inner.group
         for shard in found:
             recipe = self._recipes.get(shard.base.key)
@@ -342,26 +337,22 @@ class MergingSource(Merging):
                 self._checked, self._sizes = False, {}
             self.factors.shards.update((name, part.of(shard)) for name, part in recipe.factors)
             for piece, targets, merge in recipe.exported:
-                served = piece.of(shard)
-                self.exported.append((served, targets))
-                if merge is not None:  # not by replace(), which takes longer
-                    served = Shard(served.base, served.local, merge, served.members, served.run)
-                shards.append(served)
+                self.exported.append((piece.of(shard, merge), targets))
         if not self._checked:
             exported = {target.weight.name for _, targets in self.exported for target in targets}
             refuse_incomplete(self._weights, exported, tuple(self.factors.shards))
             self._checked = True
-        return shards
+        return [shard for shard, _ in self.exported]
 
     def _recipe(self, shard: Shard) -> _Recipe:
-        recipe, rank = _Recipe(shard.base, [], []), self._rank(shard.base)
+        recipe, rank = _Recipe(shard.base, [], []), self.rank
         for member in shard.members:
             if is_adapter(member.name):
                 recipe.factors.append((member.name, adapter_part(shard, rank, member)))
         for part in served_parts(shard.base, shard.members, rank, self._weights):
             if part.base.views:
                 targets = self._targets(part)
-                merge = self.merger(targets, self._first(part.base)) if targets and self._merges else None
+                merge = self.merger(targets, part.base.first(rank)) if targets and self._merges else None
                 recipe.exported.append((part, targets, merge))
         return recipe
 
@@ -415,15 +406,9 @@ class MergingSource(Merging):
         }
 
     def _add_squares(self, shard: Shard, target: Target, sums: torch.Tensor) -> None:
-        run, first = shard.local(), self._first(shard.base)
+        run, first = shard.local(), shard.base.first(self.rank)
         for begin, count in chunks_of(run.numel()):
             if target.overlaps(first + begin, count):
                 copied = run[begin : begin + count].to(self._device, torch.float32, copy=True)
                 with full_precision():
                     add_squares(copied, first + begin, target, self.gathered, sums)
-
-    def _rank(self, base: Base) -> int:
-        return dist.get_rank(self.group) if len(base.lengths) > 1 else 0
-
-    def _first(self, base: Base) -> int:  # element of this rank's run
-        return sum(base.lengths[: self._rank(base)])

@@ -26,6 +26,11 @@ Rewrite = Callable[[Iterable[tuple[str, torch.Tensor]]], Iterator[tuple[str, tor
 Rename = Callable[[dict[str, Any]], dict[str, Any]]
 
 
+def unsaved_of(model: Any) -> frozenset[str]:
+    """The names that a model of transformers ties to others; see ``saved_names``."""
+    return frozenset(getattr(model, "all_tied_weights_keys", None) or ())
+
+
 def saved_names(names: list[str], unsaved: frozenset[str]) -> list[str]:
     """The names of one parameter, tied or not, under which a checkpoint holds it. ``unsaved`` are those that the model
     ties to others: transformers leaves them out, and some of SGLang's classes (Gemma 3) do not know them."""
@@ -42,6 +47,10 @@ class Naming:
     rename: Rename = dict
     unsaved: frozenset[str] = frozenset()
 
+    def parameters_of(self, module: torch.nn.Module) -> frozenset[str]:
+        """The names of all parameters, of which the others are buffers."""
+        return frozenset(self.rename(dict(module.named_parameters(remove_duplicate=False))))
+
     def base_of(
         self, key: str, held: Sequence[Member], dtype: torch.dtype, lengths: tuple[int, ...], parameter: bool = True
     ) -> Base:
@@ -50,7 +59,7 @@ class Naming:
         views: list[View] = []
         for member in held:
             if member.name in saved_names([each.name for each in held if each.start == member.start], self.unsaved):
-                views += hf_views(member.name, member.shape, dtype, member.start, self.rewrite, member.strides)
+                views += hf_views(member, dtype, self.rewrite)
         names = [*(member.name for member in held), *(view.name for view in views)]
         wire = self.policy.of_parameter(names, dtype) if parameter else dtype
         return Base(key, dtype_name(wire), wire.itemsize, lengths, tuple(views))
@@ -66,33 +75,25 @@ class _Uncopied(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def hf_views(
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    start: int,
-    rewrite: Rewrite,
-    strides: tuple[int, ...] | None = None,
-) -> list[View]:
-    """The HF tensors that ``rewrite`` makes of one trainer tensor, which has this full ``shape``, its first element at
-    ``start`` in its base, and ``strides`` there (``None``: contiguous). Raises ValueError where ``rewrite`` computes
-    new data instead of viewing the old."""
-    whole = torch.empty(shape, dtype=dtype, device="meta")
-    if strides is not None:
-        whole = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+def hf_views(held: Member, dtype: torch.dtype, rewrite: Rewrite) -> list[View]:
+    """The HF tensors that ``rewrite`` makes of one trainer tensor. Raises ValueError where it computes new data instead
+    of viewing the old."""
+    whole = torch.empty(held.shape, dtype=dtype, device="meta")
+    if held.strides is not None:
+        whole = torch.empty_strided(held.shape, held.strides, dtype=dtype, device="meta")
     views = []
     with _Uncopied():
-        rewritten = list(rewrite([(name, whole)]))
+        rewritten = list(rewrite([(held.name, whole)]))
     for hf_name, tensor in rewritten:
         if tensor.untyped_storage()._cdata != whole.untyped_storage()._cdata or tensor.dtype != whole.dtype:
             raise ValueError(
-                f"parameter {name!r} becomes {hf_name!r} by a computation, not by slicing; weight sync does not "
+                f"parameter {held.name!r} becomes {hf_name!r} by a computation, not by slicing; weight sync does not "
                 "support this model. Set actor_rollout_ref.rollout.custom.sync.enabled=False to run stock verl."
             )
         if tensor.numel():
             span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-            held = None if tensor.is_contiguous() else tuple(tensor.stride())
-            views.append(View(hf_name, tuple(tensor.shape), start + int(tensor.storage_offset()), span, held))
+            strides = None if tensor.is_contiguous() else tuple(tensor.stride())
+            views.append(View(hf_name, tuple(tensor.shape), held.start + int(tensor.storage_offset()), span, strides))
     return views
 
 

@@ -4,7 +4,7 @@ several meshes, or verl's ``ShardSpec``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -16,12 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from verl_sync_plugin.layout.strided import Run, box_runs, compose
-from verl_sync_plugin.layout.tensors import NOTHING, Base, Shard, View
+from verl_sync_plugin.layout.load_map import box_runs
+from verl_sync_plugin.layout.strided import Run, compose
+from verl_sync_plugin.layout.tensors import NOTHING, Base, Member, Shard, View
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend, WirePolicy, dtype_name
 from verl_sync_plugin.trainers.fsdp2 import cut
 from verl_sync_plugin.trainers.joint import JointSource, Part, RankLayout
-from verl_sync_plugin.trainers.naming import Rewrite, hf_views
+from verl_sync_plugin.trainers.naming import Naming, Rewrite, hf_views
 
 Export = Iterable[tuple[str, torch.Tensor, Any]]
 
@@ -43,7 +44,7 @@ class Box:
         size, dtype = tuple(self.local.shape), self.local.dtype
         runs = box_runs(size, self.offset, self.whole)
         views = []
-        for view in hf_views(self.name, self.whole, dtype, 0, self.rewrite):
+        for view in hf_views(Member(self.name, self.whole, 0), dtype, self.rewrite):
             if view.strides is not None:
                 raise ValueError(
                     f"tensor {view.name!r} is no contiguous part of {self.name!r}, of which ranks hold parts. "
@@ -144,16 +145,12 @@ def box_of(name: str, tensor: torch.Tensor, rewrite: Rewrite, parameter: bool = 
 
 
 def state_boxes(
-    given: Callable[[], Mapping[str, torch.Tensor]],
-    rewrite: Rewrite,
-    unsaved: frozenset[str] = frozenset(),
-    buffers: frozenset[str] = frozenset(),
+    state: Mapping[str, torch.Tensor], naming: Naming, parameters: Container[str] | None = None
 ) -> Iterator[Box]:
-    """Boxes of a state dict whose DTensors have any placements; ``given`` returns that of the sync under way.
-    ``buffers`` are names whose tensors keep their dtype; ``unsaved``: see ``naming.saved_names``."""
-    for name, tensor in given().items():
-        if name not in unsaved:
-            yield box_of(name, tensor, rewrite, name not in buffers)
+    """Boxes of a state dict whose DTensors have any placements. ``parameters``: see ``StateDictSource``."""
+    for name, tensor in state.items():
+        if name not in naming.unsaved:
+            yield box_of(name, tensor, naming.rewrite, parameters is None or name in parameters)
 
 
 def spec_boxes(export: Callable[[], Export]) -> Iterator[Box]:

@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from verl_sync_plugin.layout.load_map import joined, starts_of
 from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import NOTHING, View
 from verl_sync_plugin.trainers.base import dtype_name
@@ -71,15 +73,14 @@ class BridgeReader:
         self._bridge = bridge
         self._chunks = chunks
         self._guard = Guard(timeout_seconds)
-        self._kinds: dict[tuple[object, ...], _Kind] = {}
-        self._configs: list[object] = []  # kept alive, since their ids are part of the keys of kinds
+        # With the config, whose id is part of the key and so must not be used again
+        self._kinds: dict[tuple[object, ...], tuple[_Kind, object]] = {}
 
     def read(self, model: ModelTensors, run: str) -> dict[int, Part]:
         """This rank's weights by their places in ``model.tensors``, without what the bridge does not export. All ranks
         read at the same time: the bridge's list of tasks takes one exchange of names in the pipeline group. ``run``:
-        see ``Guard.begin``. Raises NotACopyError, with its name, for a parameter that may become no copy of itself."""
-        self._guard.begin(run)
-        with self._guard.watching():
+        see ``Guard.watching``. Raises NotACopyError, with name, for a parameter that may become no copy of itself."""
+        with self._guard.watching(run):
             listed = self._bridge.get_conversion_tasks(self._chunks)
         exported = (task for task in listed if task and task.param_weight is not None and task.param_weight.numel())
         tasks = {(task.vp_stage, task.param_name): task for task in exported}
@@ -121,12 +122,11 @@ class BridgeReader:
             NUMBER.sub("#", task.global_param_name),
             NUMBER.sub("#", mapping.hf_param) if isinstance(mapping.hf_param, str) else tuple(mapping.hf_param),
         )
-        kind = self._kinds.get(key)
-        if kind is None:
-            kind = self._trace(task, tensor)
-            if kind.products and not self._modifies and all(each.key is not None for each in kind.products):
-                self._kinds[key] = kind
-                self._configs.append(config)
+        if key in self._kinds:
+            return self._kinds[key][0]
+        kind = self._trace(task, tensor)
+        if kind.products and not self._modifies and all(each.key is not None for each in kind.products):
+            self._kinds[key] = kind, config
         return kind
 
     def _trace(self, task: Any, tensor: torch.Tensor) -> _Kind:
@@ -189,17 +189,9 @@ def _names(mapping: Any) -> dict[str, str]:
     return mapping.hf_param if isinstance(mapping.hf_param, dict) else {"": mapping.hf_param}
 
 
-class _Ranks:
+def _ranks(size: int, rank: int) -> Any:
     """Stands for a process group, with its size and this rank; torch refuses to communicate over it."""
-
-    def __init__(self, size: int, rank: int) -> None:
-        self._size, self._rank = size, rank
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
+    return SimpleNamespace(size=lambda: size, rank=lambda: rank)
 
 
 def _silent(mapping: Any, module: torch.nn.Module, all_parts: AllParts) -> Any:
@@ -216,8 +208,8 @@ def _silent(mapping: Any, module: torch.nn.Module, all_parts: AllParts) -> Any:
             setattr(made, name, _silent(value, module, all_parts))
     for name in ("ep_group", "_tp_group", "_etp_group"):
         group = getattr(made, name, None)
-        setattr(made, name, _Ranks(get_pg_size(group), get_pg_rank(group)))
-    made.pp_group = _Ranks(1, 0)  # only the stage that owns a parameter traces it
+        setattr(made, name, _ranks(get_pg_size(group), get_pg_rank(group)))
+    made.pp_group = _ranks(1, 0)  # only the stage that owns a parameter traces it
     made.gather_from_tp_ranks = all_parts
     made.gather_from_ep_ranks = lambda tensor, module, name: {str(name): tensor}  # each rank tells of its own experts
     made.broadcast_from_pp_rank = lambda tensor, cache_key=None: tensor
@@ -333,20 +325,10 @@ def _bounded(runs: int) -> None:
 
 def _addresses(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
     """(storage addresses of consecutive runs in row-major order, their length), in elements."""
-    length = 1
-    outer: list[tuple[int, int]] = []
-    for size, stride in reversed(list(zip(tensor.shape, tensor.stride(), strict=True))):
-        if size == 1:
-            continue
-        if stride == length and not outer:
-            length *= size
-        else:
-            outer.append((size, stride))
+    dims = joined((size, step, step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    length = dims.pop()[0] if dims and dims[-1][1] == 1 else 1
     _bounded(tensor.numel() // length)
-    starts = np.array([tensor.storage_offset()], dtype=np.int64)
-    for size, stride in reversed(outer):
-        starts = (starts[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
-    return starts, length
+    return starts_of(int(tensor.storage_offset()), ((size, step) for size, step, _ in dims)), length
 
 
 def _repetitions(runs: list[Run]) -> list[Run]:

@@ -12,22 +12,19 @@ import torch
 
 class Held(NamedTuple):
     """One weight of a chunk, by Megatron's name with the rank's own layer and expert numbers; ``place`` is in
-    ``ModelTensors.tensors``, and a ``buffer`` keeps its dtype."""
+    ``ModelTensors.tensors``, and a ``buffer`` keeps its dtype. A module has it in ``home`` under ``attribute``."""
 
     name: str
-    tensor: torch.Tensor
     buffer: bool
     place: int
-
-
-class _Slot(NamedTuple):
-    """A module's place for a weight."""
-
     chunk: int
-    name: str
-    buffer: bool
-    place: dict[str, Any]
+    home: dict[str, Any]
     attribute: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        tensor: torch.Tensor = self.home[self.attribute]
+        return tensor
 
 
 class _Walk:
@@ -38,17 +35,17 @@ class _Walk:
         self._modules = [module for chunk in chunks for module in chunk.modules()]
         self._structure = _structure(self._modules)
         self._tied = False  # of tied weights each may be replaced alone
-        self.slots: list[_Slot] = []
-        places: dict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)  # by identity
+        self.held: list[Held] = []
+        homes: dict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)  # by identity
         for module in self._modules:
-            for place in (module._parameters, module._buffers):
-                for attribute, tensor in place.items():
-                    places[id(tensor)].append((place, attribute))
+            for home in (module._parameters, module._buffers):
+                for attribute, tensor in home.items():
+                    homes[id(tensor)].append((home, attribute))
         for number, chunk in enumerate(chunks):
             for name, weight, buffer in held_by(chunk):
-                first, *more = places[id(weight)]
+                first, *more = homes[id(weight)]
                 self._tied = self._tied or bool(more)
-                self.slots.append(_Slot(number, name, buffer, *first))
+                self.held.append(Held(name, buffer, len(self.held), number, *first))
 
     def holds(self, chunks: list[torch.nn.Module]) -> bool:
         """True if no module or weight has come, gone or changed its name."""
@@ -84,22 +81,18 @@ class ModelTensors:
         walk, chunks = self._walk, [unwrapped(chunk) for chunk in self._chunks]
         if walk is None or not walk.holds(chunks):
             walk = _Walk(chunks)
-        tensors = [slot.place[slot.attribute] for slot in walk.slots]
-        kinds = [(slot.name, t.shape, t.dtype) for slot, t in zip(walk.slots, tensors, strict=True)]
+        tensors = [held.home[held.attribute] for held in walk.held]
+        kinds = [(held.name, t.shape, t.dtype) for held, t in zip(walk.held, tensors, strict=True)]
         other = kinds != self._kinds
         moved = other or any(a is not b for a, b in zip(tensors, self.tensors, strict=True))
         self._walk, self._kinds, self.tensors = walk, kinds, tensors
         return other, moved
 
     def named(self) -> Iterator[tuple[int, torch.nn.Module, list[Held]]]:
-        """Each chunk's number, the chunk without its wrappers, and its weights as last looked up, no empty ones."""
+        """Each chunk's number, the chunk without its wrappers, and its weights, no empty ones."""
         assert self._walk is not None, "look() comes first"
-        found: list[list[Held]] = [[] for _ in self._walk.chunks]
-        for place, (slot, tensor) in enumerate(zip(self._walk.slots, self.tensors, strict=True)):
-            if tensor.numel():
-                found[slot.chunk].append(Held(slot.name, tensor, slot.buffer, place))
         for number, module in enumerate(self._walk.chunks):
-            yield number, module, found[number]
+            yield number, module, [held for held in self._walk.held if held.chunk == number and held.tensor.numel()]
 
     def offloaded(self) -> dict[int, torch.Tensor]:
         """Flat buffers of Megatron's DDP whose content verl has moved to host memory, by identity of the storage."""

@@ -44,19 +44,18 @@ class Guard:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._run = ""
+        self._run = ""  # a name that is the same on all ranks and used once
         self._counts: dict[str, int] = {}  # collectives of this run, by group
         self._last: dict[str, str] = {}  # key of the last meeting, by group
 
-    def begin(self, run: str) -> None:
-        """Begins a new run, by a name that is the same on all ranks and used once."""
-        self._run, self._counts = f"verl_sync_plugin/guard/{run}", {}
-
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self, run: str = "") -> Iterator[None]:
         """Collectives that this thread calls inside by their names in ``torch.distributed`` wait for all their ranks.
-        Raises RuntimeError with the error of a rank that failed in the run, and TimeoutError where one did not come."""
+        ``run`` begins a new run; without it the last one goes on. Raises RuntimeError with the error of a rank that
+        failed in the run, and TimeoutError where one did not come."""
         thread = threading.get_ident()
+        if run:
+            self._run, self._counts = f"verl_sync_plugin/guard/{run}", {}
 
         def met(collective: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -161,11 +160,9 @@ class StreamSource(ParameterSource):
     @contextmanager
     def _running(self) -> Iterator[Iterator[tuple[Any, ...]]]:
         """The stream, begun or gone on with. The ranks that wait for this one hear of a failure inside."""
-        if self._stream is None:
-            self._guard.begin(next(self._run_names))
-            self._unfinished = True
-        with self._guard.watching():
+        with self._guard.watching(next(self._run_names) if self._stream is None else ""):
             if self._stream is None:
+                self._unfinished = True
                 self._stream = iter(self._open(not self._bases))
             yield self._stream
 

@@ -314,6 +314,5 @@ class BridgeAdapter(ServedAdapter):
 
     def gather(self, run: str) -> Generator[None, None, dict[str, torch.Tensor]]:
         yield
-        self._guard.begin(run)
-        with self._guard.watching():
+        with self._guard.watching(run):
             return {f"base_model.model.{name}": tensor.detach() for name, tensor, *_ in self._open()}
