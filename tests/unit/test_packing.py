@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing by tables (in Triton's interpreter) gives the bytes that packing one slice after another gives."""
+"""Packing by tables (in Triton's interpreter) gives the bytes that packing one slice after another gives, and a NaN or
+Inf in what was packed is found and the parameter named."""
 
 from __future__ import annotations
 
-import os
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,29 +15,19 @@ import torch
 from verl_sync_plugin.copies import packing, plain
 from verl_sync_plugin.copies.packing import Packer, pack_slices
 from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.tensors import Base, Plan, Shard, View, hulls_of, numbers_of
+from verl_sync_plugin.layout.strided import Run
+from verl_sync_plugin.layout.tensors import Base, Bucket, Plan, Shard, Slice, View, hulls_of, numbers_of
+from verl_sync_plugin.trainers.base import ParameterSource, name_culprit
 
 CPU = torch.device("cpu")
 WORLD = 2
-
-
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's tables, on the CPU; see ``test_copies.test_kernel_in_the_interpreter``."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("runs again in a process of its own")
-    monkeypatch.setattr(packing, "kernel_works", lambda device: True)
+BY_TABLES = pytest.mark.parametrize("copies", ["by_kernel"], indirect=True)
 
 
 def shard(
-    name: str,
-    mine: torch.Tensor,
-    dtype: str,
-    lengths: tuple[int, ...],
-    unseen: int = 0,
-    copied: bool = False,
+    name: str, mine: torch.Tensor, dtype: str, lengths: tuple[int, ...], unseen: int = 0, copied: bool = False,
     **more: Any,
-) -> Shard:
+) -> Shard:  # fmt: skip
     """A base whose last ``unseen`` elements belong to no tensor, as an FSDP1 flat parameter's padding does."""
     numel = sum(lengths) - unseen
     views = (View(f"{name}.a", (numel // 2,), 0, numel // 2), View(f"{name}.b", (numel // 2,), numel // 2, numel // 2))
@@ -72,10 +64,11 @@ def planned(bucket_bytes: int, sharded: bool = False) -> Plan:
     return plan_buckets(tuple(shard.base for shard in shards(0)), bucket_bytes, sharded)
 
 
+@BY_TABLES
 @pytest.mark.parametrize("rank", range(WORLD))
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [1 << 20, 3000, 800])
-def test_tables_pack_what_slices_pack(rank: int, bucket_bytes: int, sharded: bool, interpreted: None) -> None:
+def test_tables_pack_what_slices_pack(rank: int, bucket_bytes: int, sharded: bool, copies: None) -> None:
     packer = Packer(CPU, planned(bucket_bytes, sharded), rank)
     numbers = numbers_of(bucket.entries for bucket in packer.plan.buckets)
     for seed in range(3):  # other addresses each time
@@ -116,21 +109,112 @@ def test_what_is_merged_in_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -
     assert min(merged[1:]) > chunk // 2, "a short rest by itself"
 
 
-@pytest.mark.parametrize("name", ["as-is", "cast", "merged", "kept", "other", "handed-out", "unaligned"])
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_tables_find_what_is_not_finite(name: str, value: float, interpreted: None) -> None:
-    """Whichever way a shard is packed; the bucket is named that holds the spot."""
-    packer, mine = Packer(CPU, planned(800), 0), shards(0)
-    place = [part.base.key for part in mine].index(name)
-    run = mine[place].local()
-    run[200] = value
-    if name == "handed-out":
-        mine[place] = replace(mine[place], local=run.clone)
-    for _ in range(2):  # a broken sync leaves no traces
-        packer.begin()
-        for index, bucket in enumerate(packer.plan.buckets):
-            packer.pack(index, torch.zeros(bucket.nbytes, dtype=torch.uint8), mine)
-        parts = [part for index in packer.broken() for part in packer.plan.buckets[index].slices]
-        assert any(part.begin <= 200 < part.end for part in parts if part.base == place)
+# What is not finite
+
+LENGTHS = (5007, 5)
+NAN, INF = float("nan"), float("inf")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class OneFactor(ParameterSource):
+    """Every merge takes the same factor."""
+
+    factor = torch.ones(3)
+
+    def shards(self) -> list[Shard]:
+        return []
+
+    def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
+        return [("a.lora_A", lambda: self.factor)] if bases else []
+
+
+def packer_of(shards: list[Shard], rank: int = 0, bucket_bytes: int = 1 << 20, device: str = "cpu") -> Packer:
+    return Packer(torch.device(device), plan_buckets(tuple(shard.base for shard in shards), bucket_bytes), rank)
+
+
+def broken(packer: Packer, shards: list[Shard], device: str = "cpu") -> list[Bucket]:
+    """Packs every bucket into memory full of NaN, as staging memory may be; returns those that are broken."""
     packer.begin()
-    assert packer.broken() == []
+    for index, bucket in enumerate(packer.plan.buckets):
+        packer.pack(index, torch.full((bucket.nbytes,), 255, dtype=torch.uint8, device=device), shards)
+    return [packer.plan.buckets[index] for index in packer.broken()]
+
+
+CASES = [
+    *((FP32, BF16, value, "holds NaN or Inf in the trainer") for value in (NAN, INF, -INF)),
+    (FP32, BF16, 3.4e38, "exceeds the range of bfloat16"),
+    (BF16, FP16, 65536.0, "exceeds the range of float16"),  # the most is 65504
+    *((dtype, dtype, NAN, "holds NaN or Inf") for dtype in (torch.float64, FP32, FP16, BF16)),
+]
+
+
+def found_and_named(
+    device: str, bucket_elements: int, trained: torch.dtype, wire: torch.dtype, value: float, said: str
+) -> None:
+    for rank, at in ((0, 0), (0, 4099), (0, LENGTHS[0] - 1), (1, LENGTHS[1] - 1)):
+        finite = torch.finfo(wire).min if trained == wire else 1.0
+        runs = {key: torch.full((LENGTHS[rank],), finite, dtype=trained, device=device) for key in "abc"}
+        mine = [shard(key, run, str(wire).removeprefix("torch."), LENGTHS) for key, run in runs.items()]
+        packer = packer_of(mine, rank, bucket_elements * wire.itemsize, device)
+        assert broken(packer, mine, device) == []
+        runs["b"][at] = value
+        for _ in range(2):
+            (bucket,) = broken(packer, mine, device)
+            text = name_culprit(bucket, mine, OneFactor(), rank)
+            assert text is not None and re.match(rf"'b\.[ab]' {said}", text)
+        runs["b"][at] = 1
+        assert broken(packer, mine, device) == [], "what the sync before found is forgotten"
+
+
+@pytest.mark.parametrize("bucket_elements", [12_000, 1 << 20])
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_not_finite_on_the_wire_is_found_and_named(
+    bucket_elements: int, case: tuple[torch.dtype, torch.dtype, float, str]
+) -> None:
+    found_and_named("cpu", bucket_elements, *case)
+
+
+# Triton's interpreter cuts where a GPU rounds
+@pytest.mark.parametrize("case", [case for case in CASES if case[2] != 3.4e38])
+def test_the_kernel_finds_what_is_not_finite(case: tuple[torch.dtype, torch.dtype, float, str], device: str) -> None:
+    found_and_named(device, 1 << 20, *case)
+
+
+@BY_TABLES
+@pytest.mark.parametrize("name", ["as-is", "cast", "merged", "kept", "other", "handed-out", "unaligned"])
+def test_tables_find_what_is_not_finite(name: str, copies: None) -> None:
+    """Whichever way a shard is packed; the bucket is named that holds the spot."""
+    mine = shards(0)
+    packer, place = packer_of(mine, bucket_bytes=800), [part.base.key for part in mine].index(name)
+    run = mine[place].local()
+    for value in (NAN, -INF, 1.0):
+        run[200] = value
+        mine[place] = replace(mine[place], local=run.clone) if name == "handed-out" else mine[place]
+        parts = [part for bucket in broken(packer, mine) for part in bucket.slices]
+        assert any(part.begin <= 200 < part.end for part in parts if part.base == place) is (value != 1.0)
+    assert not parts
+
+
+def test_integers_have_no_say() -> None:
+    mine = [shard("count", torch.full((LENGTHS[0],), -1, dtype=torch.int64), "int64", LENGTHS)]
+    assert broken(packer_of(mine), mine) == []
+
+
+def test_a_factor_is_named() -> None:
+    factor, source = torch.tensor([1.0, NAN]), OneFactor()
+    mine = [shard("a", torch.ones(640), "bfloat16", (640,), merge=lambda part, begin: part * factor[1])]
+    (bucket,) = broken(packer_of(mine), mine)
+    assert "one of ['a.a', 'a.b'] is NaN or Inf once" in str(name_culprit(bucket, mine, source, 0))
+    source.factor = factor
+    assert name_culprit(bucket, mine, source, 0) == "'a.lora_A' holds NaN or Inf in the trainer"
+
+
+def test_a_parameter_in_shares_is_named_by_its_share() -> None:
+    q = View("q", (4,), 0, 4, None, (Run(0, 0, 2, 2, 6, 2),))
+    v = View("v", (2,), 0, 2, None, (Run(4, 0, 1, 2, 6, 1),))
+    run = torch.zeros(12)
+    mine = [Shard(Base("qkv", "bfloat16", 2, (12,), (q, v)), lambda: run)]
+    bucket = Bucket(1, 32, (Slice(0, 0, 12, 0),), ())
+    for element, name in ((7, "q"), (10, "v"), (11, "qkv")):
+        run.zero_()[element] = NAN
+        assert name_culprit(bucket, mine, OneFactor(), 0) == f"{name!r} holds NaN or Inf in the trainer"
