@@ -100,7 +100,8 @@ class Process:
 def replica(rank: int) -> Any:
     """Holds what the manager reads of one of verl's replicas."""
     workers, servers = ([Process.remote()] for _ in range(2))  # type: ignore[attr-defined]
-    return Mock(replica_rank=rank, server_address=f"server-{rank}", _server_handle=None, workers=workers, servers=servers)
+    name = f"server-{rank}"
+    return Mock(replica_rank=rank, server_address=name, _server_handle=None, workers=workers, servers=servers)
 
 
 def test_dead_replicas_are_left_out_and_without_any_the_run_ends(
