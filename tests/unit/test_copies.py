@@ -8,12 +8,12 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from fresh_process import passed
 from verl_sync_plugin.copies import plain
 from verl_sync_plugin.copies.copier import Copier, Memory
 from verl_sync_plugin.copies.plain import Block
@@ -27,16 +27,9 @@ def test_kernel_in_the_interpreter() -> None:
     if torch.cuda.is_available():
         pytest.skip("the other tests run the kernel itself here")
     pytest.importorskip("triton")
-    here = Path(__file__).parent
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", "--rootdir", str(here)]
-    names = ("copies", "packing", "quantizing", "model_load")
-    files = [str(here / f"test_{name}.py") for name in names]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, "-k", "not by_plain", *files], env=env, capture_output=True, text=True, timeout=500, check=False
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "1 skipped" in done.stdout, "everything but this test must have run"
+    files = [f"unit/test_{name}.py" for name in ("copies", "packing", "wire", "model_load")]
+    said = passed("-m", "not gpu", "-k", "not by_plain", *files, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    assert "1 skipped" in said, "everything but this test must have run"
 
 
 def test_factors_are_no_simple_function_of_the_place() -> None:

@@ -17,13 +17,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from test_shipped_configs import mains
 from verl.trainer.ppo.utils import need_critic
 
 import pages
 from contract.families import FAMILIES
 from e2e.releases import PAGE, RELEASES, rows, table
 from hydra_run import CONFIG_DIR, rollout_of, run
-from shipped_configs import mains
 from verl_sync_plugin import cli
 from verl_sync_plugin import sharding_manager as registry
 from verl_sync_plugin.config.settings import LONG_BUCKET_KEY, SHORT_BUCKET_KEY, SyncConfig

@@ -4,7 +4,6 @@ that cannot all be here."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -13,14 +12,12 @@ from typing import Any
 
 import pytest
 
-import verl_sync_plugin
-from fresh_process import doctor, first_in_path, other_plugin, python, stand_in
+from fresh_process import broken, doctor, first_in_path, other_plugin, python, stand_in
 from verl_sync_plugin.cli import doctor as made
 from verl_sync_plugin.cli import probe
 from verl_sync_plugin.cli.doctor import Finding, ok, problem, warning
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = Path(verl_sync_plugin.__file__).resolve().parent
 SGLANG, ROLLOUT = "actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout"
 COMMAND = f"python -m verl.trainer.main_ppo {SGLANG} actor_rollout_ref.actor.strategy=fsdp2 {ROLLOUT}.dtype=bfloat16"
 READ: dict[str, Any] = {
@@ -98,13 +95,6 @@ LATER = """
     """
 
 
-def broken(module: str, folder: Path) -> Path:
-    copy = folder / "broken" / PACKAGE.name
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / module).write_text("raise ImportError('broken on purpose')\n")
-    return copy.parent
-
-
 MORE = pytest.mark.extended
 LEAVE_OUT = f"uninstall one of the two plugins, or leave the other one out: {made.POLICY}=verl_sync_plugin"
 AGAIN = ("ImportError: broken on purpose", "pip install --force-reinstall")
@@ -120,9 +110,9 @@ AGAIN = ("ImportError: broken on purpose", "pip install --force-reinstall")
             partial(other_plugin, code=LATER), ["hook/checkpoint-engine", "hook/trainers", "hook/rollout-adapter"],
             "other_plugin.Stranger (of other-plugin)", LEAVE_OUT, marks=MORE,
         ),
-        (partial(broken, "hooks/separate.py"), ["hook/checkpoint-engine"], *AGAIN),
-        pytest.param(partial(broken, "compat.py"), ["import"], *AGAIN, marks=MORE),
-        pytest.param(partial(broken, "rollouts/sglang/loader.py"), ["hook/engine-loader"], *AGAIN, marks=MORE),
+        (partial(broken, module="hooks/separate.py"), ["hook/checkpoint-engine"], *AGAIN),
+        pytest.param(partial(broken, module="compat.py"), ["import"], *AGAIN, marks=MORE),
+        pytest.param(partial(broken, module="rollouts/sglang/loader.py"), ["hook/engine-loader"], *AGAIN, marks=MORE),
     ],
     ids=["another plugin first", "another plugin later", "checkpoint engine", "compat", "loader"],
 )  # fmt: skip
