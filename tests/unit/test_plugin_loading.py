@@ -92,7 +92,7 @@ def test_broken_plugin_stops_the_process(tmp_path: Path, module: str) -> None:
 @pytest.mark.parametrize(
     ("code", "text", "remedy"),
     [
-        (  # the adapter's key: ``test_doctor.py``
+        (  # the adapter's key: ``test_commands.py``
             "replica.RolloutReplicaRegistry.register('sglang', print)",
             "RegistryConflictError: verl's rollout replica for sglang is already taken by <built-in function print>",
             "Uninstall one of the two plugins",
