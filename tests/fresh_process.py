@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Code, tests and ``verl-sync doctor`` in a fresh interpreter, and what these are to find there: another plugin of
-verl's, another version of a package."""
+verl's, other releases of packages, in folders that go before the installed ones in ``PYTHONPATH``."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+import verl_sync_plugin
+
+PACKAGE = Path(verl_sync_plugin.__file__).resolve().parent
 
 
 def _run(folder: Path, words: list[str], environment: dict[str, str], seconds: int) -> subprocess.CompletedProcess[str]:
@@ -29,7 +36,7 @@ def python(folder: Path, code: str, **environment: str) -> subprocess.CompletedP
 def passed(*arguments: str, **environment: str) -> str:
     """What a pytest of its own says, none of whose tests has failed; paths are beneath this folder."""
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    run = _run(Path(__file__).parent, words, environment, 400)
+    run = _run(Path(__file__).parent, words, environment, 500)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     return run.stdout
 
@@ -84,3 +91,23 @@ def other_plugin(folder: Path, code: str) -> Path:
     (_metadata(site, "other-plugin", "1.0") / "entry_points.txt").write_text("[verl.plugins]\nother = other_plugin\n")
     (site / "other_plugin.py").write_text(textwrap.dedent(code))
     return site
+
+
+def broken(folder: Path, module: str) -> Path:
+    """A folder with a copy of the plugin, one of whose modules cannot be imported."""
+    copy = folder / PACKAGE.name
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / module).write_text("raise ImportError('broken on purpose')\n")
+    return folder
+
+
+def folder_with(factory: pytest.TempPathFactory, *packages: str) -> Path:
+    """A folder with these packages, without what they require. ``SYNC_TEST_PACKAGES`` names a place that keeps such
+    folders between sessions."""
+    kept = os.environ.get("SYNC_TEST_PACKAGES")
+    folder = (Path(kept) if kept else factory.mktemp("packages")) / "+".join(packages)
+    if not folder.is_dir():
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *packages]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    return folder

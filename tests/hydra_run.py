@@ -31,6 +31,12 @@ def _hydra(config_dir: Path, program: str) -> Hydra:
     return Hydra.create_main_hydra2(program, create_config_search_path(f"file://{config_dir}"))
 
 
+def composed(*overrides: str, name: str = "ppo_trainer") -> DictConfig:
+    """As a program of the user's composes it: no driver has settled anything."""
+    with hydra.initialize_config_dir(str(CONFIG_DIR), version_base=None):
+        return hydra.compose(name, overrides=list(overrides))
+
+
 def run(
     folder: Path, *overrides: str, name: str = "ppo_trainer", config_dir: Path = CONFIG_DIR, program: str = "main_ppo"
 ) -> DictConfig:

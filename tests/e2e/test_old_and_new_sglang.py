@@ -17,8 +17,7 @@ import pytest
 from e2e import checks
 from e2e.releases import INSTALLED, PAGE, RELEASES, row, rows, table
 from e2e.runs import DUMMY, ROLLOUT, SMALL_BUCKETS, Run, Setup, main_ppo
-from fresh_process import passed
-from packages import folder_with
+from fresh_process import folder_with, passed
 from pages import check
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1000)]

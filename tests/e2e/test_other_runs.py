@@ -17,7 +17,7 @@ from safetensors import safe_open
 import tiny_models
 from e2e import checks
 from e2e.runs import DUMMY, MODEL, ROLLOUT, SHORT_WAIT, SMALL_BUCKETS, Run, Setup, main_ppo
-from packages import folder_with
+from fresh_process import folder_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1000)]
 

@@ -29,7 +29,7 @@ import tiny_models
 from contract.families import MROPE, QWEN3_VISION, QWEN_VISION
 from e2e import checks
 from e2e.runs import DUMMY, ROLLOUT, SMALL_BUCKETS, Run, Setup, main_ppo
-from packages import folder_with
+from fresh_process import folder_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1000)]
 

@@ -11,30 +11,28 @@ from pathlib import Path
 
 import torch
 
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.copies.packing import Packer
 from verl_sync_plugin.engine.load import ModelLoad
-from verl_sync_plugin.engine.model import EngineModel
-from verl_sync_plugin.layout.load_map import LoadMap, held_parts, owners_of, read_parts, weigh
+from verl_sync_plugin.layout.load_map import LoadMap
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, Plan, Shard, View, numbers_of
+from verl_sync_plugin.rollouts.sglang.model import SGLangModel
+from verl_sync_plugin.transport.agreement import Agreement, Alone
 from verl_sync_plugin.transport.memory import Live, LiveParameters, Regions
-from verl_sync_plugin.transport.protocol import Manifest
+from verl_sync_plugin.transport.protocol import Committed, Manifest
+from verl_sync_plugin.verify import Comparison
 
 CPU, BF16, WORLD = torch.device("cpu"), torch.bfloat16, 3
 Weights = Iterable[tuple[str, torch.Tensor]]
 Tensors = dict[str, torch.Tensor]
 
 
-class Engine(EngineModel):
-    def load_weights(self, weights: Weights) -> None:
-        self.module.load_weights(weights)
-
-
-def map_of(engine: EngineModel, names: Iterable[str], shape: tuple[int, ...], dtype: torch.dtype = BF16) -> LoadMap:
+def map_of(model: torch.nn.Module, names: Iterable[str], shape: tuple[int, ...], dtype: torch.dtype = BF16) -> LoadMap:
     """Returns what an engine rank finds out about tensors of one shape."""
     numel, kind = math.prod(shape), str(dtype).removeprefix("torch.")
     bases = [Base(name, kind, dtype.itemsize, (numel,), (View(name, shape, 0, numel),)) for name in names]
-    load = ModelLoad(engine, Manifest.of(plan_buckets(tuple(bases), 1 << 20)), CPU)
+    load = ModelLoad(SGLangModel(model, 0), Manifest.of(plan_buckets(tuple(bases), 1 << 20)), CPU)
     load.begin()
     return load.map
 
@@ -74,8 +72,8 @@ class Sender:
         self._packers = [Packer(CPU, self.plan, rank) for rank in range(WORLD)]
         self.parameters = [LiveParameters(CPU, self.plan, rank) for rank in range(WORLD)]
 
-    def receiver(self, engine: EngineModel) -> ModelLoad:
-        return ModelLoad(engine, Manifest.of(self.plan), CPU)
+    def receiver(self, model: torch.nn.Module) -> ModelLoad:
+        return ModelLoad(SGLangModel(model, 0), Manifest.of(self.plan), CPU)
 
     def train(self, seed: int) -> Tensors:
         """Gives every tensor new values, and returns them by all names."""
@@ -121,24 +119,16 @@ class Sender:
         load.finish()
 
     def compared(self, load: ModelLoad) -> set[str]:
-        """Names of the tensors of which the parts make a whole, whose hashes are those of what was sent."""
-        buckets, names = load.manifest.buckets, list(numbers_of(load.manifest.buckets))
-        worlds = {entry.name: bucket.world for bucket in self.plan.buckets for entry in bucket.entries}
-        once = torch.tensor([[rank == 0 or worlds[name] > 1 for name in names] for rank in range(WORLD)])
-        sent = (torch.stack([packer.sums() for packer in self._packers]) * once).sum(0).tolist()
-        owners, found = owners_of(buckets), set[str]()
-        read = read_parts(load.map, buckets, owners)
-        held = [(number, move.box) for number, move in held_parts(load.map, ["bfloat16"] * len(names), owners)]
-        for parts, sums in ((read, load.sums()), (held, load.held().sums)):
-            times, (factors,) = weigh([math.prod(self.shape)] * len(names), [parts])
-            total = [0] * len(names)
-            for (number, _), factor, value in zip(parts, factors, memoryview(sums).cast("q"), strict=True):
-                total[number] += factor * value
-            for number, many in enumerate(times):
-                if many > 0:
-                    assert (total[number] - many * sent[number]) % (1 << 64) == 0, names[number]
-                    found.add(names[number])
-        return found
+        """Names of the tensors that could be compared, and hold what was sent."""
+        ranks = Alone()
+        ranks.trainers = tuple(range(WORLD))
+        comparison = Comparison(SyncConfig(verify="never"), Agreement(10.0, ranks=ranks), ())
+        comparison.note(load.map)
+        comparison.learn(self.plan, loaded=True)
+        sent = torch.stack([packer.sums() for packer in self._packers]).sum(0)
+        comparison.compare(comparison.weighed(sent, Committed(sums=load.sums(), held=load.held()), True))
+        names = list(numbers_of(load.manifest.buckets))
+        return {names[number] for number in comparison.compared}
 
 
 def memory_for(numel: int, dtype: torch.dtype, path: Path | None, before: int = 0) -> torch.Tensor:

@@ -1,23 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks, the hash, and the kernel: compiled on a GPU, in Triton's interpreter without one."""
+"""Blocks, the hash, and the kernel: compiled on a GPU, in Triton's interpreter without one. Packing by the kernel's
+tables gives the bytes of packing one slice after another, and finds a NaN or Inf, whose parameter is then named."""
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from verl_sync_plugin.copies import plain
+from fresh_process import passed
+from verl_sync_plugin.copies import packing, plain
 from verl_sync_plugin.copies.copier import Copier, Memory
+from verl_sync_plugin.copies.packing import Packer, pack_slices
 from verl_sync_plugin.copies.plain import Block
 from verl_sync_plugin.copies.table import ROW_BYTES, alternating
+from verl_sync_plugin.layout.planner import plan_buckets
+from verl_sync_plugin.layout.strided import Run
+from verl_sync_plugin.layout.tensors import Base, Bucket, Plan, Shard, Slice, View, hulls_of, numbers_of
+from verl_sync_plugin.trainers.base import ParameterSource, name_culprit
 
 
 def test_kernel_in_the_interpreter() -> None:
@@ -27,16 +36,9 @@ def test_kernel_in_the_interpreter() -> None:
     if torch.cuda.is_available():
         pytest.skip("the other tests run the kernel itself here")
     pytest.importorskip("triton")
-    here = Path(__file__).parent
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", "--rootdir", str(here)]
-    names = ("copies", "finite", "packing", "quantizing", "model_load")
-    files = [str(here / f"test_{name}.py") for name in names]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, "-k", "not by_plain", *files], env=env, capture_output=True, text=True, timeout=500, check=False
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "1 skipped" in done.stdout, "everything but this test must have run"
+    files = [f"unit/test_{name}.py" for name in ("copies", "quantizing", "model_load")]
+    said = passed("-m", "not gpu", "-k", "not by_plain", *files, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    assert "1 skipped" in said, "everything but this test must have run"
 
 
 def test_factors_are_no_simple_function_of_the_place() -> None:
@@ -171,3 +173,207 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 def test_hash_takes_little_memory() -> None:
     done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 16 << 10, f"{int(done.stdout) >> 10} MiB beside 32 MiB of data"
+
+
+# Buckets are packed
+
+
+CPU = torch.device("cpu")
+WORLD = 2
+BY_TABLES = pytest.mark.parametrize("copies", ["by_kernel"], indirect=True)
+
+
+def shard(
+    name: str, mine: torch.Tensor, dtype: str, lengths: tuple[int, ...], unseen: int = 0, copied: bool = False,
+    **more: Any,
+) -> Shard:  # fmt: skip
+    """A base whose last ``unseen`` elements belong to no tensor, as an FSDP1 flat parameter's padding does."""
+    numel = sum(lengths) - unseen
+    views = (View(f"{name}.a", (numel // 2,), 0, numel // 2), View(f"{name}.b", (numel // 2,), numel // 2, numel // 2))
+    base = Base(name, dtype, getattr(torch, dtype).itemsize, lengths, views)
+    return Shard(base, mine.clone if copied else lambda: mine, **more)
+
+
+def double(part: torch.Tensor, begin: int) -> torch.Tensor:
+    return part * 2 + begin
+
+
+def shards(rank: int, seed: int = 0) -> list[Shard]:
+    generator = torch.Generator().manual_seed(10 * seed + rank)
+
+    def make(numel: int) -> torch.Tensor:
+        # exact in bf16: Triton's interpreter cuts where a GPU and torch round
+        return torch.randn(numel, generator=generator).bfloat16().float()
+
+    even, odd = (640, 640), (257, 255)
+    plain_run = make(640).to(torch.bfloat16)
+    return [
+        shard("as-is", plain_run, "bfloat16", even, run=plain_run),
+        shard("cast", make(640), "bfloat16", even, unseen=40),
+        shard("merged", make(odd[rank]), "bfloat16", odd, merge=double),
+        shard("kept", make(odd[rank]), "float32", odd),
+        shard("other", make(640).to(torch.float16), "bfloat16", even),
+        shard("whole", torch.arange(96), "int64", (96,)),
+        shard("handed-out", make(640).to(torch.bfloat16), "bfloat16", even, copied=True),
+        shard("unaligned", make(2 * 640)[1:641], "bfloat16", even),
+    ]
+
+
+def planned(bucket_bytes: int, sharded: bool = False) -> Plan:
+    return plan_buckets(tuple(shard.base for shard in shards(0)), bucket_bytes, sharded)
+
+
+@BY_TABLES
+@pytest.mark.parametrize("rank", range(WORLD))
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, 3000, 800])
+def test_tables_pack_what_slices_pack(rank: int, bucket_bytes: int, sharded: bool, copies: None) -> None:
+    packer = Packer(CPU, planned(bucket_bytes, sharded), rank)
+    numbers = numbers_of(bucket.entries for bucket in packer.plan.buckets)
+    for seed in range(3):  # other addresses each time
+        mine, sums = shards(rank, seed), torch.zeros(len(numbers), dtype=torch.int64)
+        packer.begin()
+        for index, bucket in enumerate(packer.plan.buckets):
+            place = rank if bucket.world > 1 else 0
+            origin, staged = (place * bucket.stride, bucket.stride) if sharded else (0, bucket.nbytes)
+            memory, expected = (torch.zeros(staged + 16, dtype=torch.uint8) for _ in range(2))
+            memory, expected = (m[-m.data_ptr() % 16 :][:staged] for m in (memory, expected))
+            packer.pack(index, memory, mine)
+            pack_slices(expected.narrow(0, place * bucket.stride - origin, bucket.stride), bucket.slices, mine)
+            for hull in hulls_of(bucket.entries, place * bucket.stride, (place + 1) * bucket.stride):
+                part = slice(hull.first - origin, hull.end - origin)
+                assert torch.equal(memory[part], expected[part]), (bucket.entries, hull)
+                sums[numbers[hull.names[0]]] += plain.hash_bytes(expected[part].clone(), hull.first)
+        assert torch.equal(packer.sums(), sums) and packer.broken() == []
+
+
+@pytest.mark.parametrize("chunk", [64, 100, 250])
+def test_what_is_merged_in_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    merged: list[int] = []
+
+    def note(part: torch.Tensor, begin: int) -> torch.Tensor:
+        merged.append(part.numel())
+        return 2 * part + torch.arange(begin, begin + part.numel())
+
+    run = torch.arange(640, dtype=torch.float32)
+    mine = [shard("merged", run, "float32", (640,), merge=note)]
+    plan = plan_buckets((mine[0].base,), 1 << 20)
+    whole, parts = (torch.zeros(plan.buckets[0].nbytes, dtype=torch.uint8) for _ in range(2))
+    pack_slices(whole, plan.buckets[0].slices, mine)
+    monkeypatch.setattr(packing, "MERGE_CHUNK", chunk)
+    monkeypatch.setattr(packing, "LONGEST_CHUNK", chunk + chunk // 2)
+    pack_slices(parts, plan.buckets[0].slices, mine)
+    assert torch.equal(parts, whole) and torch.equal(parts.view(torch.float32)[:640], 3 * run)
+    assert merged[0] == sum(merged[1:]) == 640 and max(merged[1:]) <= chunk + chunk // 2
+    assert min(merged[1:]) > chunk // 2, "a short rest by itself"
+
+
+# What is not finite
+
+LENGTHS = (5007, 5)
+NAN, INF = float("nan"), float("inf")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class OneFactor(ParameterSource):
+    """Every merge takes the same factor."""
+
+    factor = torch.ones(3)
+
+    def shards(self) -> list[Shard]:
+        return []
+
+    def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
+        return [("a.lora_A", lambda: self.factor)] if bases else []
+
+
+def packer_of(shards: list[Shard], rank: int = 0, bucket_bytes: int = 1 << 20, device: str = "cpu") -> Packer:
+    return Packer(torch.device(device), plan_buckets(tuple(shard.base for shard in shards), bucket_bytes), rank)
+
+
+def broken(packer: Packer, shards: list[Shard], device: str = "cpu") -> list[Bucket]:
+    """Packs every bucket into memory full of NaN, as staging memory may be; returns those that are broken."""
+    packer.begin()
+    for index, bucket in enumerate(packer.plan.buckets):
+        packer.pack(index, torch.full((bucket.nbytes,), 255, dtype=torch.uint8, device=device), shards)
+    return [packer.plan.buckets[index] for index in packer.broken()]
+
+
+CASES = [
+    *((FP32, BF16, value, "holds NaN or Inf in the trainer") for value in (NAN, INF, -INF)),
+    (FP32, BF16, 3.4e38, "exceeds the range of bfloat16"),
+    (BF16, FP16, 65536.0, "exceeds the range of float16"),  # the most is 65504
+    *((dtype, dtype, NAN, "holds NaN or Inf") for dtype in (torch.float64, FP32, FP16, BF16)),
+]
+
+
+def found_and_named(
+    device: str, bucket_elements: int, trained: torch.dtype, wire: torch.dtype, value: float, said: str
+) -> None:
+    for rank, at in ((0, 0), (0, 4099), (0, LENGTHS[0] - 1), (1, LENGTHS[1] - 1)):
+        finite = torch.finfo(wire).min if trained == wire else 1.0
+        runs = {key: torch.full((LENGTHS[rank],), finite, dtype=trained, device=device) for key in "abc"}
+        mine = [shard(key, run, str(wire).removeprefix("torch."), LENGTHS) for key, run in runs.items()]
+        packer = packer_of(mine, rank, bucket_elements * wire.itemsize, device)
+        assert broken(packer, mine, device) == []
+        runs["b"][at] = value
+        for _ in range(2):
+            (bucket,) = broken(packer, mine, device)
+            text = name_culprit(bucket, mine, OneFactor(), rank)
+            assert text is not None and re.match(rf"'b\.[ab]' {said}", text)
+        runs["b"][at] = 1
+        assert broken(packer, mine, device) == [], "what the sync before found is forgotten"
+
+
+@pytest.mark.parametrize("bucket_elements", [12_000, 1 << 20])
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_not_finite_on_the_wire_is_found_and_named(
+    bucket_elements: int, case: tuple[torch.dtype, torch.dtype, float, str]
+) -> None:
+    found_and_named("cpu", bucket_elements, *case)
+
+
+# Triton's interpreter cuts where a GPU rounds
+@pytest.mark.parametrize("case", [case for case in CASES if case[2] != 3.4e38])
+def test_the_kernel_finds_what_is_not_finite(case: tuple[torch.dtype, torch.dtype, float, str], device: str) -> None:
+    found_and_named(device, 1 << 20, *case)
+
+
+@BY_TABLES
+@pytest.mark.parametrize("name", ["as-is", "cast", "merged", "kept", "other", "handed-out", "unaligned"])
+def test_tables_find_what_is_not_finite(name: str, copies: None) -> None:
+    """Whichever way a shard is packed; the bucket is named that holds the spot."""
+    mine = shards(0)
+    packer, place = packer_of(mine, bucket_bytes=800), [part.base.key for part in mine].index(name)
+    run = mine[place].local()
+    for value in (NAN, -INF, 1.0):
+        run[200] = value
+        mine[place] = replace(mine[place], local=run.clone) if name == "handed-out" else mine[place]
+        parts = [part for bucket in broken(packer, mine) for part in bucket.slices]
+        assert any(part.begin <= 200 < part.end for part in parts if part.base == place) is (value != 1.0)
+    assert not parts
+
+
+def test_integers_have_no_say() -> None:
+    mine = [shard("count", torch.full((LENGTHS[0],), -1, dtype=torch.int64), "int64", LENGTHS)]
+    assert broken(packer_of(mine), mine) == []
+
+
+def test_a_factor_is_named() -> None:
+    factor, source = torch.tensor([1.0, NAN]), OneFactor()
+    mine = [shard("a", torch.ones(640), "bfloat16", (640,), merge=lambda part, begin: part * factor[1])]
+    (bucket,) = broken(packer_of(mine), mine)
+    assert "one of ['a.a', 'a.b'] is NaN or Inf once" in str(name_culprit(bucket, mine, source, 0))
+    source.factor = factor
+    assert name_culprit(bucket, mine, source, 0) == "'a.lora_A' holds NaN or Inf in the trainer"
+
+
+def test_a_parameter_in_shares_is_named_by_its_share() -> None:
+    q = View("q", (4,), 0, 4, None, (Run(0, 0, 2, 2, 6, 2),))
+    v = View("v", (2,), 0, 2, None, (Run(4, 0, 1, 2, 6, 1),))
+    run = torch.zeros(12)
+    mine = [Shard(Base("qkv", "bfloat16", 2, (12,), (q, v)), lambda: run)]
+    bucket = Bucket(1, 32, (Slice(0, 0, 12, 0),), ())
+    for element, name in ((7, "q"), (10, "v"), (11, "qkv")):
+        run.zero_()[element] = NAN
+        assert name_culprit(bucket, mine, OneFactor(), 0) == f"{name!r} holds NaN or Inf in the trainer"

@@ -8,13 +8,11 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from verl_sync_plugin.rollouts import LocalLaunch
 from verl_sync_plugin.rollouts.process import EngineProcess, serve
-from verl_sync_plugin.rollouts.sglang.script_server import ScriptServer
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 
 SLOW_SECONDS = 1.0
@@ -41,23 +39,6 @@ def test_an_answer_that_comes_too_late_stops_no_later_call(monkeypatch: pytest.M
         asyncio.run(endpoint.resume([]))
     finally:
         process.close()
-
-
-def test_memory_is_released_once_the_engine_is_idle() -> None:
-    """SGLang ends itself when it is asked to release a moment after its last answer."""
-    server, flushed = object.__new__(ScriptServer), SimpleNamespace(success=True, message="")
-    manager = server.tokenizer_manager = Mock(
-        flush_cache=AsyncMock(return_value=flushed), release_memory_occupation=AsyncMock()
-    )
-    server._keeps_copy, server._unready = True, ""
-    server.expect_updates(SLOW_SECONDS)
-    asyncio.run(server.release_tags(["kv_cache"]))
-    asyncio.run(server.release_tags(["weights"]))  # nothing can have run since
-    assert [name for name, *_ in manager.method_calls] == ["flush_cache", *["release_memory_occupation"] * 2]
-    server.expect_updates(SLOW_SECONDS)
-    flushed.success, flushed.message = False, "Timed out waiting for idle state."
-    with pytest.raises(RuntimeError, match="the engine still generates: Timed out"):
-        asyncio.run(server.release_tags(["kv_cache"]))
 
 
 if __name__ == "__main__":

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from receiving import BF16, Engine, Sender, Tensors, Weights, map_of
+from receiving import BF16, Sender, Tensors, Weights, map_of
 
 from verl_sync_plugin.engine.introduce import is_turned
 from verl_sync_plugin.layout.load_map import MOST_TRIES, Box, LoadMap, Move, unwritten, wire_dtypes
-from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 
 FP32, LENGTH = torch.float32, 64
 HALF = LENGTH // 2
@@ -36,7 +35,7 @@ class Pair(torch.nn.Module):
 
 
 def found_of(model: torch.nn.Module) -> LoadMap:
-    return map_of(Engine(model, 0), "ab", (LENGTH,))
+    return map_of(model, "ab", (LENGTH,))
 
 
 def left_of(found: LoadMap, names: str = "ab") -> dict[str, str]:
@@ -95,7 +94,7 @@ def test_what_is_left_to_the_model_and_why(
 ) -> None:
     """A load that lays tensors out otherwise every time is exact, and makes no new layout."""
     model, sender = Pair(load, one_more=torch.zeros(LENGTH, dtype=BF16)), Sender([("a",), ("b",)], (LENGTH,))
-    receiver, maps = sender.receiver(Engine(model, 0)), set[int]()
+    receiver, maps = sender.receiver(model), set[int]()
     for seed in range(3 if exact else 1):
         sent = sender.train(seed)
         sender.staged(receiver)
@@ -150,7 +149,7 @@ class Single(torch.nn.Module):
 def test_a_weight_that_equals_its_ground_is_no_constant(value: int) -> None:
     """Marks of one bit do so every other time."""
     flag = Single({"a": lambda target, tensor: target.fill_(value).copy_(tensor)}, torch.bool)
-    found = map_of(Engine(flag, 0), "a", (4,), torch.bool)
+    found = map_of(flag, "a", (4,), torch.bool)
     assert not found.constants and not found.left and len(found.moves) == 1
 
 
@@ -163,7 +162,7 @@ def test_what_a_model_derives_is_seen_in_either_mode(
     kept = []
     deriving = Single({"a": lambda target, tensor: kept.append(derive(target.copy_(tensor)))}, shape=(8, 16))
     with mode():
-        found = map_of(Engine(deriving, 0), "a", (8, 16))
+        found = map_of(deriving, "a", (8, 16))
     assert left_of(found) == {"a": COMPUTES} and not found.derives
     assert len(found.moves) == 1 and not found.not_held, "it is found in the model all the same"
 
@@ -178,7 +177,7 @@ def test_the_widest_dtype_of_which_a_load_makes_anything(sent: torch.dtype) -> N
         "read": lambda target, tensor: target.fill_(tensor[0].item()),
         "wide": torch.Tensor.copy_,
     }
-    found = map_of(Engine(Single(loads), 0), loads, (4,), sent)
+    found = map_of(Single(loads), loads, (4,), sent)
     moved = str(sent).removeprefix("torch.")
     expected = {"a": "bfloat16", "wide": "float32", "moved": moved, "one_more": "", "in_place": "", "read": ""}
     assert wire_dtypes(list(loads), [found]) == expected
@@ -218,7 +217,7 @@ def test_too_little_memory_for_marks_leaves_a_sync_to_the_model_and_is_tried_a_f
 
     sender = Sender([("a",), ("b",)], (LENGTH,))
     model: Any = Pair(crowded)
-    load = sender.receiver(Engine(model, 0))
+    load = sender.receiver(model)
     for seed in range(syncs):
         sent.update(sender.train(seed))
         sender.staged(load)
@@ -237,7 +236,7 @@ def test_a_fused_pair_is_left_together() -> None:
     def load(model: Any, name: str, tensor: torch.Tensor) -> None:
         own(model, "ab"[names.index(name)], tensor + 1 if name == names[0] else tensor)
 
-    found = map_of(SGLangModel(Pair(each(load)), 0), names, (LENGTH,))
+    found = map_of(Pair(each(load)), names, (LENGTH,))
     assert len(found.left) == 2 and {left.why for left in found.left} == {"goes through aten.add.Tensor"}
 
 
@@ -248,7 +247,7 @@ def skips(name: str, *sent: str, **of_model: Any) -> bool:
     """True if a map says so; ``sent`` comes with it."""
     model, names = Pair(lambda model, given: None), sorted({name, *sent})
     vars(model).update(of_model)
-    return names.index(name) in dict(map_of(SGLangModel(model, 0), names, (4,)).skipped)
+    return names.index(name) in dict(map_of(model, names, (4,)).skipped)
 
 
 def test_layers_that_predict_further_tokens_may_be_left_alone() -> None:

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from omegaconf import DictConfig, OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
 import hydra_run
-from hydra_run import CONFIG_DIR, config_of, refused, rollout_of
+from hydra_run import CONFIG_DIR, composed, config_of, refused, rollout_of
 from verl_sync_plugin.config.settings import (
     DEFAULT_MEGABYTES,
     GONE,
@@ -184,10 +183,9 @@ BUCKETS = [
 ]
 
 
-def composed(*overrides: str, name: str = "ppo_trainer") -> DictConfig:
-    """As a program of the user's composes it: no driver has settled anything."""
-    with initialize_config_dir(str(CONFIG_DIR), version_base=None):
-        rollout: DictConfig = compose(name, overrides=[f"{ROLL}.name=sglang", *overrides]).actor_rollout_ref.rollout
+def unsettled(*overrides: str, name: str = "ppo_trainer") -> DictConfig:
+    """The rollout config of a program of the user's."""
+    rollout: DictConfig = composed(f"{ROLL}.name=sglang", *overrides, name=name).actor_rollout_ref.rollout
     return rollout
 
 
@@ -202,7 +200,7 @@ def test_both_bucket_keys_say_what_the_run_uses(name: str, engine: tuple[str, ..
         assert raw["update_weights_bucket_megabytes"] == megabytes and raw["multi_stage_wake_up"] is True
         assert raw["checkpoint_engine"]["update_weights_bucket_megabytes"] == megabytes
         if overrides in (BUCKETS[0][0], BUCKETS[1][0], BUCKETS[2][0]):
-            config = omega_conf_to_dataclass(composed(*engine, *overrides, name=name))
+            config = omega_conf_to_dataclass(unsettled(*engine, *overrides, name=name))
             assert config.update_weights_bucket_megabytes == megabytes and sync_config_of(config) == SyncConfig()
             assert config.checkpoint_engine.update_weights_bucket_megabytes == megabytes
 
@@ -213,13 +211,13 @@ def test_our_check_explains_bad_keys_without_a_driver() -> None:
         (f"{LONG_BUCKET_KEY}=-1", f"{LONG_BUCKET_KEY}=-1"),
     ):
         with pytest.raises(Exception, match=re.escape(text)):
-            omega_conf_to_dataclass(composed(override))
+            omega_conf_to_dataclass(unsettled(override))
 
 
 def test_settings_survive_the_trip_through_yaml_and_everything_else_is_verls() -> None:
     given = {"timeout_seconds": 12.5, "verify": "always", "delivery": "staged", "max_probs_diff": 0.02, "enabled": True}
     overrides = [f"{SYNC}.{key}={value}" for key, value in given.items()]
-    ours = composed(*overrides, f"+{CUSTOM}.mine=1")
+    ours = unsettled(*overrides, f"+{CUSTOM}.mine=1")
     config = omega_conf_to_dataclass(OmegaConf.create(OmegaConf.to_yaml(ours, resolve=True)))
     assert sync_config_of(config) == SyncConfig(**given)  # type: ignore[arg-type]
     changed = {"name", "_target_", "custom", "checkpoint_engine", "update_weights_bucket_megabytes", "defaults"}
@@ -244,7 +242,7 @@ def test_what_verl_moves_has_verls_own_config(tmp_path: Path) -> None:
     as_stock(rollout_of("actor_rollout_ref.hybrid_engine=False"), OFF)
     for key in (f"{SHORT_BUCKET_KEY}=0", f"{ROLL}.quantization=fp8", f"{SYNC}.enabled=False"):
         rollout_of(f"{ROLL}.name=vllm", key)
-    config = omega_conf_to_dataclass(composed(f"{ROLL}.name=vllm", f"{SYNC}.enabled=False"))
+    config = omega_conf_to_dataclass(unsettled(f"{ROLL}.name=vllm", f"{SYNC}.enabled=False"))
     assert config.checkpoint_engine.update_weights_bucket_megabytes == STOCK_MEGABYTES
     as_stock(hydra_run.run(tmp_path, f"{ROLL}.name=vllm").actor_rollout_ref.rollout)
     found = rollout_of(f"+{SGL}.torchao_config=int8wo", program="main_generation_server")  # it syncs nothing

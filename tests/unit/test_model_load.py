@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from receiving import BF16, WORLD, Engine, Sender, Weights, memory_for
+from receiving import BF16, WORLD, Sender, Weights, memory_for
 
 from verl_sync_plugin.copies.copier import Copier
-from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.transport import memory
 from verl_sync_plugin.transport.memory import NotInPlaceError, Regions
 
@@ -69,7 +68,7 @@ def test_what_arrives_is_what_the_model_would_load(
     loads = PLAIN if in_place else tuple(LOADS)
     sender = sender_of(loads, bool(seed % 2), bucket_bytes, seed, tmp_path)
     model, reference = Model(), Model()
-    load = sender.receiver(Engine(model, 0))
+    load = sender.receiver(model)
     for number in range(3):
         for parameter in (each for kept in (model, reference) for each in kept.parameters()):
             parameter.view(torch.uint8).fill_(0xA5)  # what memory holds that was released
@@ -108,7 +107,7 @@ def test_bytes_that_nobody_named_and_memory_that_is_gone_are_an_error(tmp_path: 
     lives = [mine.look(shards) for mine, shards in zip(sender.parameters, sender.shards, strict=True)]
     for broken in ([replace(lives[0], runs=(b"",) * len(lives[0].runs)), *lives[1:]], [lives[1], lives[0], lives[2]]):
         with pytest.raises(ValueError, match="trainer rank"):
-            sender.in_place(sender.receiver(Engine(Model(), 0)), 0, broken)
+            sender.in_place(sender.receiver(Model()), 0, broken)
     with pytest.raises(FileNotFoundError, match="/gone"):
         Regions().map([replace(lives[0].regions[0], key="gone", handle=("/gone",))])
 
@@ -119,7 +118,7 @@ def test_rows_are_read_from_all_ranks_in_turn_the_own_one_first(
 ) -> None:
     sender, homes, honest = sender_of(PLAIN, False, 1 << 20, 0, tmp_path), list[Any](), Copier.prepare
     monkeypatch.setattr(Copier, "prepare", lambda copier, blocks, *of: homes.extend(of) or honest(copier, blocks))
-    sender.in_place(sender.receiver(Engine(Model(), 0)), place)
+    sender.in_place(sender.receiver(Model()), place)
     lives = [mine.look(shards) for mine, shards in zip(sender.parameters, sender.shards, strict=True)]
     expected = [(rank - place) % WORLD for rank, live in enumerate(lives) for _ in live.regions]
     assert homes == [expected] * 2 and set(expected) == set(range(WORLD))
@@ -174,7 +173,7 @@ def test_torn_tensors_arrive_whole_and_pairs_in_one_load(
     """In every engine rank that reads the slots, whatever another one's model does to them."""
     sender = Sender([(name,) for name in names], (8, 4), bucket_bytes, seed)
     models = [Adding(names), Adding(names)]
-    loads = [sender.receiver(SGLangModel(model, 0)) for model in models]
+    loads = [sender.receiver(model) for model in models]
     for number in range(2):
         for model in models:
             model.calls.clear()
@@ -188,7 +187,7 @@ def test_torn_tensors_arrive_whole_and_pairs_in_one_load(
 
 def test_a_tensor_that_does_not_come_whole_is_named() -> None:
     sender = Sender([("torn",)], (8, 4), 16)
-    load = sender.receiver(SGLangModel(Adding(["torn"]), 0))
+    load = sender.receiver(Adding(["torn"]))
     load.begin()
     load.load(0, [torch.zeros(sender.plan.slot_bytes, dtype=torch.uint8) for _ in range(WORLD)])
     with pytest.raises(ValueError, match="incomplete tensors: torn"):

@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from test_verl_contract import differences
 
-import verl_contract
-from fresh_process import doctor, first_in_path, python
-from packages import folder_with
+from fresh_process import doctor, first_in_path, folder_with, passed, python
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(400)]
 
@@ -34,7 +30,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("folder", [("verl==0.9.0",)], indirect=True, ids=["0.9.0"])
 def test_what_differs_in_an_older_verl_is_known_and_the_doctor_finds_every_hook(folder: Path, tmp_path: Path) -> None:
-    assert verl_contract.differences(folder).keys() == SINCE_0_9_0
+    assert differences(folder).keys() == SINCE_0_9_0
     told = doctor(tmp_path, PYTHONPATH=first_in_path(folder))
     assert told.code == 0 and not told.bad, told.bad
     assert told.findings["version/verl"]["text"] == "verl 0.9.0"
@@ -57,8 +53,4 @@ def test_a_verl_that_cannot_run_the_plugin_is_named(folder: Path, tmp_path: Path
 @pytest.mark.parametrize("folder", TRANSFORMERS, indirect=True, ids=["5.19.0", "5.24.0"])
 def test_fused_experts_travel_with_a_newer_transformers(folder: Path) -> None:
     """Without what imports SGLang, which does not go with it."""
-    file = Path(__file__).with_name("test_naming.py")
-    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", str(file)]
-    environment = {**os.environ, "PYTHONPATH": first_in_path(folder)}
-    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 0 and " passed" in ended.stdout, ended.stdout[-3000:]
+    assert " passed" in passed("--noconftest", "unit/test_naming.py", PYTHONPATH=first_in_path(folder))

@@ -3,20 +3,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-import verl_sync_plugin
-from fresh_process import other_plugin, python
+from fresh_process import broken, first_in_path, other_plugin, python
 from ports import free_port
 
-PACKAGE = Path(verl_sync_plugin.__file__).resolve().parent
 LIMIT = 0.1  # seconds that importing the plugin may add to importing verl
 
 
@@ -86,15 +82,9 @@ def test_verl_loads_the_plugin_and_not_its_engines(tmp_path: Path, route: dict[s
 @pytest.mark.parametrize("module", ["config/settings.py", "compat.py", "errors.py"])
 def test_broken_plugin_stops_the_process(tmp_path: Path, module: str) -> None:
     """verl swallows a plugin's exception and would go on with its own weight sync."""
-    shutil.copytree(
-        PACKAGE, tmp_path / "verl_sync_plugin", ignore=shutil.ignore_patterns("__pycache__", "outputs", "cpu")
-    )
-    broken = tmp_path / "verl_sync_plugin" / module
-    broken.write_text("raise ImportError('broken on purpose')\n")
-    code = "import verl; print('went on without the plugin')"
-    ended = python(tmp_path, code, PYTHONPATH=str(tmp_path), VERL_PLATFORM="")
-    assert "went on" not in ended.stdout
-    assert ended.returncode != 0
+    path = str(broken(tmp_path, module))
+    ended = python(tmp_path, "import verl; print('went on')", PYTHONPATH=path, VERL_PLATFORM="")
+    assert "went on" not in ended.stdout and ended.returncode != 0
     assert ended.stderr.count("verl-sync-plugin cannot be loaded: ImportError: broken on purpose") == 1
     assert "VERL_USE_EXTERNAL_PLUGINS=none" in ended.stderr
 
@@ -102,7 +92,7 @@ def test_broken_plugin_stops_the_process(tmp_path: Path, module: str) -> None:
 @pytest.mark.parametrize(
     ("code", "text", "remedy"),
     [
-        (  # the adapter's key: ``test_doctor.py``
+        (  # the adapter's key: ``test_commands.py``
             "replica.RolloutReplicaRegistry.register('sglang', print)",
             "RegistryConflictError: verl's rollout replica for sglang is already taken by <built-in function print>",
             "Uninstall one of the two plugins",
@@ -165,8 +155,7 @@ def test_a_verl_before_entry_points_is_named_in_one_line(tmp_path: Path, module:
     (tmp_path / "verl").mkdir()
     text = "import importlib, os; __version__ = '0.8.0'; importlib.import_module(os.environ['NAMED']); print('went on')"
     (tmp_path / "verl" / "__init__.py").write_text(text)
-    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    ended = python(tmp_path, "import verl", PYTHONPATH=path, NAMED=module, VERL_PLATFORM="")
+    ended = python(tmp_path, "import verl", PYTHONPATH=first_in_path(tmp_path), NAMED=module, VERL_PLATFORM="")
     assert ended.returncode == int(ends) and ("went on" in ended.stdout) is not ends
     (line,) = ended.stderr.splitlines()
     assert line.startswith("verl-sync-plugin: verl 0.9 or newer is needed, and verl 0.8.0 is installed")
@@ -263,7 +252,7 @@ def test_a_trainer_of_another_plugin_reports_too(tmp_path: Path) -> None:
             trainer = get_trainer_cls(name)
             print(name, trainer.__module__, trainer.__mro__[1].__name__, trainer.__mro__[2].__name__)
         """,
-        PYTHONPATH=os.pathsep.join([str(site), os.environ["PYTHONPATH"]]),
+        PYTHONPATH=first_in_path(site),
     )
     assert [line.split() for line in output.splitlines() if "SyncTrainerMixin" in line] == [
         ["sync", "other_plugin", "SyncTrainerMixin", "StrangeTrainer"],

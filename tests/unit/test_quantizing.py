@@ -12,13 +12,14 @@ from unittest import mock
 
 import pytest
 import torch
-from receiving import WORLD, Engine, Tensors, Weights
+from receiving import WORLD, Tensors, Weights
 
 from verl_sync_plugin.copies.copier import BucketMemory
 from verl_sync_plugin.copies.packing import Packer
 from verl_sync_plugin.engine.load import Assembler, ModelLoad
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import SCALE, Base, Plan, Shard, View
+from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.trainers import fp8
 from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy
 from verl_sync_plugin.transport import memory
@@ -137,7 +138,7 @@ class Rank(torch.nn.Module):
                 parameter[unit if matrix == "up" else 0 :][:unit].copy_(tensor)
 
 
-class InFp8(Engine):
+class InFp8(SGLangModel):
     fp8_block = (SIZE, SIZE)  # type: ignore[assignment]
 
 

@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks what a sync reports: its line, verl's metrics, lines that are said once or while it lasts, and the guard on
-verl's difference of probabilities."""
+"""Checks what a sync reports: its line, verl's metrics, lines that are said while it lasts, the guard on verl's
+difference of probabilities; and what ``verl-sync report`` makes of older versions, several runs and broken files."""
 
 from __future__ import annotations
 
+import html
+import json
 import math
+import re
+import statistics
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,19 +21,24 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_sync_plugin import report as module
+from verl_sync_plugin.cli import main
 from verl_sync_plugin.hooks import trainer
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, View
 from verl_sync_plugin.report import (
     MAX_SPANS,
     PHASE_STAGES,
+    REPORT_FILE_VARIABLE,
     SyncReport,
     metrics_of,
     progress,
     progress_line,
     timing_of,
+    write_report,
 )
 from verl_sync_plugin.transport.protocol import ALL
+
+GIB = 2**30
 
 
 def report(**changes: Any) -> SyncReport:
@@ -173,3 +185,212 @@ def test_a_difference_of_probabilities_beyond_the_key_stops_the_run(
             stepped._compute_old_log_prob("batch", metrics={})
     else:
         assert stepped._compute_old_log_prob("batch", metrics={}) == "batch scored"
+
+
+# ``verl-sync report``
+
+
+def line(step: int, rank: int = 0, pid: int = 7, **changes: Any) -> dict[str, Any]:
+    """A report of this version: of a sync that read in place, 10 s after the one before."""
+    start = 1000.0 + 10 * step
+    report = SyncReport(
+        step, "FSDP2SGLangShardingManager", nbytes=16_000_000_000, tensors=339, delivery="direct", hashed_tensors=339,
+        verified_tensors=339,
+        stages={
+            "sleep": 0.125, "update_weights": 0.25 + step / 16 + rank / 64, "resume_kv": 0.03125, "engine_load": 0.125,
+        },
+        device_used_bytes={"asleep": 50 * GIB, "weights": 58 * GIB, "awake": 95 * GIB},
+        origin={"host": f"node{rank // 8}", "pid": pid, "rank": rank, "device": "NVIDIA H200", "epoch": 1.79e9,
+                "ranks": 8, "engine": "SGLang", "trainer": "FSDP2", "model": "Tiny-7B"},
+        spans=[
+            ("connect", start + 0.0625, 0.0625),
+            ("engine_load", start + 0.125, 0.125),
+            ("update_weights", start, 0.25 + step / 16),
+            ("resume_kv", start + 1.5, 0.03125),
+        ],
+    )  # fmt: skip
+    return {"event": "sync_report", **report.as_dict(), **changes}
+
+
+class Page:
+    """The cells of a page's tables by the table's id, and its text without markup."""
+
+    def __init__(self, text: str) -> None:
+        self.text = bare(text)
+        tables = re.findall(r'<table[^>]*id="(\w+)"[^>]*>(.*?)</table>', text, re.DOTALL)
+        self.cells = {
+            name: [list(map(bare, re.findall(r"<t[dh].*?>(.*?)</t[dh]>", row))) for row in table.split("<tr>")[1:]]
+            for name, table in tables
+        }
+
+    def row(self, table: str, heading: str) -> list[str]:
+        (found,) = [cells for cells in self.cells[table] if cells[0] == heading]
+        return found[1:]
+
+
+def bare(markup: str) -> str:
+    return html.unescape(re.sub("<[^>]*>", "", markup))
+
+
+def written(folder: Path, *lines: Any, name: str = "reports.jsonl") -> Path:
+    file = folder / name
+    file.write_text("".join((text if isinstance(text, str) else json.dumps(text)) + "\n" for text in lines))
+    return file
+
+
+def page_of(file: Path, *options: str) -> tuple[str, Page]:
+    assert main(["report", str(file), *options]) == 0
+    folder = file if file.is_dir() else file.parent
+    text = (folder / "sync-report.html").read_text(encoding="utf-8")
+    return text, Page(text)
+
+
+def test_figures_are_those_of_the_file_and_nothing_points_elsewhere(tmp_path: Path) -> None:
+    lines = [line(step) for step in range(5)]
+    text, page = page_of(written(tmp_path, *lines))
+    assert "<script" not in text and "@import" not in text and 'name="viewport"' in text
+    links = re.findall(r'(?:src|href)="([^"]*)"|url\(([^)]*)\)', text)
+    assert links and all(target.startswith("#") for pair in links for target in pair if target)
+    assert "Tiny-7B: FSDP2 → SGLang on 8 × NVIDIA H200, 2026-09-21" in page.text
+    times = [sum(each["stages"].get(stage, 0) for stage in PHASE_STAGES) for each in lines]
+    assert f"5 syncs, median {statistics.median(times[1:]):.2f} s, slowest {times[-1]:.2f} s (step 4), " in page.text
+    assert f"first {times[0]:.2f} s; all verified." in page.text
+    assert page.cells["syncs"][0] == ["step", "phase", "sleep", "update_weights", "resume_kv", "slowest reporter"]
+    assert page.row("syncs", "2")[:4] == ["0.53 s", "0.12 s", "0.38 s", "31 ms"]
+    assert page.row("numbers", "nbytes") == ["16.00 GB"] * 2 and page.row("numbers", "delivery") == ["direct"] * 2
+    assert page.row("numbers", "phase") == ["0.41 s", "0.56 s"]
+    for drawn in ("engine_load  0.12 s", "step 0, the first", "step 4, the slowest"):
+        assert drawn in page.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"coverage_missing": 3}, "bad: 1 from step 1 on left parameters of the engine unwritten"),
+        ({"no_room": "full"}, "bad: 1 from step 1 on had no memory to compare the engine's parameters"),
+        ({"verified_tensors": 0}, "good: all hashed, 1 verified in the engine"),
+        ({"verified_tensors": 0, "hashed_tensors": 0}, "good: 1 hashed, 1 verified in the engine"),
+    ],
+)
+def test_the_verdict_says_what_is_wrong_and_how_syncs_were_proven(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    changed = line(1, device_used_bytes={}, manager="<script>", spans=[('"><script>', 1.0, 1.0)], **changes)
+    text, page = page_of(written(tmp_path, line(0), changed))
+    level, _, words = said.partition(": ")
+    assert f'<p class="{level}">' in text and f"; {words}." in page.text and "<script" not in text
+
+
+def test_the_slowest_of_several_ranks_counts(tmp_path: Path) -> None:
+    """Covers two hosts with a file each, in a folder with a file of somebody else, next to another run."""
+    (tmp_path / "inner").mkdir()
+    written(tmp_path, *(line(step, 8) for step in range(3)), name="a.jsonl")
+    written(tmp_path / "inner", *(line(step, 0) for step in range(3)), name="b.jsonl")
+    written(tmp_path, {"event": "another"}, name="c.jsonl")
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    slower = written(elsewhere, *(line(step, 16) for step in range(3)), name="other")
+    _, page = page_of(tmp_path, "--against", str(slower))
+    assert [cells[0] for cells in page.cells["syncs"][1:]] == ["0", "1", "2"]
+    assert page.row("numbers", "update_weights") == ["0.38 s", "0.47 s", "0.50 s", "0.59 s"]
+    assert "3 syncs, median 0.75 s" in page.text and "median of the other run" in page.text
+    found = page.row("syncs", "2")
+    assert found[2] == f"{line(2, 8)['stages']['update_weights']:.2f} s" and "rank 8 on node1" in found[-1]
+
+
+def test_many_syncs_share_bars_and_the_worst_is_drawn(tmp_path: Path) -> None:
+    lines = [line(step) for step in range(500)]
+    lines[250]["stages"]["sleep"] = 600.0
+    text, page = page_of(written(tmp_path, *lines))
+    assert "each bar the mean of 5" in page.text and "slowest of a bar" in page.text
+    assert text.count(f"{lines[250]['stages']['update_weights'] + 600.03125:.2f} s, step 250<") == 1
+    assert len(page.cells["syncs"]) == 501 and len(text) < 2_000_000
+
+
+def test_what_a_leader_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step, folder in ((0, "nowhere/"), (0, ""), (1, "")):
+        monkeypatch.setenv(REPORT_FILE_VARIABLE, str(tmp_path / f"{folder}reports.jsonl"))
+        report = SyncReport.begun(step, "M", rank=3)
+        with report.stage("update_weights"), report.stage("pack"):
+            pass
+        write_report(report)
+    assert capsys.readouterr().out.count("is not written") == 1
+    lines = [json.loads(text) for text in (tmp_path / "reports.jsonl").read_text().splitlines()]
+    assert "versions" in lines[0] and "versions" not in lines[1]
+    _, page = page_of(tmp_path)
+    assert f"torch {lines[0]['versions']['torch']}" in page.text and "Weight syncs on ? × CPU, 20" in page.text
+    assert page.row("syncs", "1")[-1].startswith("M, rank 3 on ")
+
+
+def test_of_several_runs_in_a_file_the_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = [line(step) for step in range(5)], [line(step, pid=8) for step in range(4, 6)]
+    file = written(tmp_path, *first, *second, *(line(step, pid=9) for step in range(3)), json.dumps(line(3))[:70])
+    _, page = page_of(file)
+    assert len(page.cells["syncs"]) == 4 and "run 3 of 3" in page.text
+    assert "reports.jsonl:11" in page.text and "reports.jsonl:11" in capsys.readouterr().out, "a line cut short"
+    _, page = page_of(file, "--run", "2")
+    assert [cells[0] for cells in page.cells["syncs"][1:]] == ["4", "5"]
+
+
+HOW_TO = f"env_vars.{REPORT_FILE_VARIABLE}="
+GOOD = json.dumps(line(0)).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "said"),
+    [
+        (None, [], f"no such file or folder; .*{HOW_TO}"),
+        (b"\x00\xff\x93NUMPY", [], f"no sync reports in it; .*{HOW_TO}"),
+        (b'{"event": "another"}\n', [], "no sync reports in it"),
+        (b'\n{"event": "sync_report", "stages": 3}\n', [], r"file:2: Expected `object`.*; remove that line"),
+        (b'{"event": "sync_report", "stages": {"sleep": 1}}\n', [], "file:1: it does not say who wrote it"),
+        (GOOD, ["--out", "{}/nowhere/page.html"], "name another place"),
+        (GOOD, ["--run", "2"], "use --run 1 to 1"),
+        (GOOD, ["--trace", "{}/t.json", "--step", "3"], "there are steps 0 to 0"),
+        (GOOD, ["--step", "3"], "--trace OUT.json"),
+        (GOOD, [], "pip install matplotlib"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_with_a_remedy(
+    content: bytes | None, options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    if content is not None:
+        (tmp_path / "file").write_bytes(content)
+    if "matplotlib" in said:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(tmp_path / "file"), *(option.format(tmp_path) for option in options)])
+    (text,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("verl-sync report: ")]
+    assert ended.value.code == 2 and re.search(said, text), text
+    assert {each.name for each in tmp_path.iterdir()} <= {"file"}
+
+
+def test_needs_no_torch_and_the_doctor_starts_without_it() -> None:
+    code = """
+import sys
+from verl_sync_plugin.cli import parser_of
+parser_of(["doctor"])
+assert "verl_sync_plugin.report" not in sys.modules
+parser_of([])
+assert not {"torch", "verl", "transformers"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_trace_has_the_spans_of_all_ranks_by_one_clock(tmp_path: Path) -> None:
+    late = line(1, 8, spans_left_out=2)
+    late["origin"]["epoch"] += 0.5
+    page_of(written(tmp_path, line(0), line(1), late, line(2)), "--trace", str(tmp_path / "t.json"), "--step", "1")
+    trace = json.loads((tmp_path / "t.json").read_text())
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    found = {event["name"]: (event["ts"], event["dur"], event["tid"]) for event in events if event["pid"] == 1}
+    assert found == {
+        "update_weights": (0, 312500, 1), "connect": (62500, 62500, 1), "engine_load": (125000, 125000, 2),
+        "resume_kv": (1500000, 31250, 1),
+    }  # fmt: skip
+    assert [event["ts"] for event in events if event["name"] == "connect"] == [62500, 562500]
+    named = {event["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+    assert named == {"process_name", "thread_name"} and trace["otherData"]["spans_left_out"] == 2
+    assert set(trace["otherData"]["sleep_seconds"].values()) == {0.125}

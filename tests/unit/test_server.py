@@ -5,7 +5,6 @@ failure leaves, and what requests learn. What SGLang does then: ``tests/contract
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
@@ -32,6 +31,7 @@ from verl_sync_plugin.rollouts import LocalSpec, rollout_of
 from verl_sync_plugin.rollouts.adapter import calls_of
 from verl_sync_plugin.rollouts.sglang import server as module
 from verl_sync_plugin.rollouts.sglang.request import TOKEN_VARIABLE, hand_down, new_token
+from verl_sync_plugin.rollouts.sglang.script_server import ScriptServer
 from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 
@@ -317,6 +317,23 @@ async def test_requests_that_outlive_an_abort_are_aborted_again_and_a_load_waits
     assert manager.asked == ["flush", "load load"]
 
 
+def test_a_scripts_engine_releases_memory_once_it_is_idle() -> None:
+    """SGLang ends itself when it is asked to release a moment after its last answer."""
+    server, flushed = object.__new__(ScriptServer), SimpleNamespace(success=True, message="")
+    manager = server.tokenizer_manager = mock.Mock(
+        flush_cache=AsyncMock(return_value=flushed), release_memory_occupation=AsyncMock()
+    )
+    server._keeps_copy, server._unready = True, ""
+    server.expect_updates(1.0)
+    asyncio.run(server.release_tags(["kv_cache"]))
+    asyncio.run(server.release_tags(["weights"]))  # nothing can have run since
+    assert [name for name, *_ in manager.method_calls] == ["flush_cache", *["release_memory_occupation"] * 2]
+    server.expect_updates(1.0)
+    flushed.success, flushed.message = False, "Timed out waiting for idle state."
+    with pytest.raises(RuntimeError, match="the engine still generates: Timed out"):
+        asyncio.run(server.release_tags(["kv_cache"]))
+
+
 # Draft models of speculative decoding: a sync writes the target alone, and a draft outlives the engine's sleep
 
 
@@ -391,4 +408,4 @@ def test_experts_that_blackwell_reorders_are_refused_once_launched(
     monkeypatch.setattr(sglang, "Engine", lambda **_: SimpleNamespace(tokenizer_manager=on_blackwell()))
     launch = rollout_of("sglang").prepare_local(LocalSpec("folder", {}, 1, "bfloat16", 0.4, False, False, SyncConfig()))
     with pytest.raises(ValueError, match="^engine" + SAID):
-        importlib.import_module(launch.module).ScriptServer(*launch.arguments)
+        ScriptServer(*launch.arguments)

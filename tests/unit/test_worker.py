@@ -13,8 +13,6 @@ from unittest.mock import AsyncMock, Mock, call
 import pytest
 import ray
 import torch
-import verl
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError, RayTaskError
 from verl.experimental.separation.engine_workers import DetachActorWorker
@@ -24,19 +22,11 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import TokenOutput
 
 from fresh_process import python
-from verl_sync_plugin.config.settings import (
-    DEFAULT_MEGABYTES,
-    KEY_PREFIX,
-    PREFIX,
-    SHARES_GPU,
-    SyncConfig,
-    sync_config_of,
-)
+from hydra_run import CONFIG_DIR, composed
+from verl_sync_plugin.config.settings import KEY_PREFIX, PREFIX, SHARES_GPU, SyncConfig, sync_config_of
 from verl_sync_plugin.errors import HalfWrittenError
-from verl_sync_plugin.hooks import worker
 from verl_sync_plugin.hooks.trainer import of_separate_rollout, reporting, take_workers
 
-CONFIG_DIR = Path(verl.__file__).parent / "trainer" / "config"
 ROLLOUT, REWARD = "actor_rollout_ref.rollout", "reward.reward_model"
 SGLANG = f"{ROLLOUT}.name=sglang"
 OURS = "SyncActorRolloutRefWorker"
@@ -70,8 +60,7 @@ class Verls:
     """The part of verl's trainer that ours extends."""
 
     def __init__(self, *overrides: str) -> None:
-        with initialize_config_dir(str(CONFIG_DIR), version_base=None):
-            self.config = compose("ppo_trainer", overrides=list(overrides))
+        self.config = composed(*overrides)
         OmegaConf.resolve(self.config)  # as verl's task runner
         self.role_worker_mapping: dict[Any, Any] = {}
 
@@ -118,9 +107,7 @@ def test_only_a_plugin_that_is_on_takes_the_worker(
 def test_a_config_that_no_driver_has_settled_is_settled_by_the_trainer() -> None:
     """Composed by a program of the user's or by a multirun, and resolved by verl's task runner."""
     config = begun(SGLANG, "actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.model.lora.merge=True").config
-    rollout = config.actor_rollout_ref.rollout
     assert config.actor_rollout_ref.model.lora_rank == 8
-    assert rollout.checkpoint_engine.update_weights_bucket_megabytes == DEFAULT_MEGABYTES
     with pytest.raises(ValueError, match=r"timeout_seconds=-1"):
         begun(SGLANG, f"{KEY_PREFIX}.timeout_seconds=-1")
     # verl's flat reference config has none of our keys
@@ -133,6 +120,13 @@ def test_a_config_that_no_driver_has_settled_is_settled_by_the_trainer() -> None
     assert ours.config.actor_rollout_ref.rollout.custom.sync.enabled is False
 
 
+def synced_worker(rollout: Any, backend: str = "naive") -> Any:
+    made = object.__new__(worker_of(begun(SGLANG)))
+    made.rollout, made.layered_summon = rollout, False
+    made.config = OmegaConf.create({"rollout": {"checkpoint_engine": {"backend": backend}, "free_cache_engine": True}})
+    return made
+
+
 @pytest.mark.parametrize(
     ("ours", "backend", "mode"),
     [(False, "naive", "auto"), (True, "nccl", "auto"), (True, "naive", "nccl"), (True, "naive", "delta_sharded")],
@@ -141,9 +135,7 @@ def test_other_rollouts_and_checkpoint_engines_are_verls(
     ours: bool, backend: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ActorRolloutRefWorker, "update_weights", AsyncMock(return_value="verl's"))
-    made = object.__new__(worker_of(begun(SGLANG)))
-    made.rollout = SimpleNamespace(makes_room=ours)
-    made.config = OmegaConf.create({"rollout": {"checkpoint_engine": {"backend": backend}, "free_cache_engine": True}})
+    made = synced_worker(SimpleNamespace(makes_room=ours), backend)
     assert asyncio.run(made.update_weights(7, mode)) == "verl's"
 
 
@@ -235,7 +227,10 @@ def test_what_a_dead_server_or_a_failed_sync_leaves_unanswered_is_asked_again(
 @pytest.mark.parametrize("place", ["meta", "cpu"])  # a meta tensor is on no host, which is all that is asked
 def test_only_what_is_on_the_device_is_offloaded(place: str, enabled: bool, listed: bool) -> None:
     module = torch.nn.ParameterList([torch.empty(4, device=place)])
-    engine = Mock(is_param_offload_enabled=enabled, module=[module] if listed else module)
-    worker.offload(engine)
+    made = synced_worker(rollout := AsyncMock(makes_room=True, make_room_for_weights=Mock()))
+    made.actor = Mock(engine=Mock(is_param_offload_enabled=enabled, module=[module] if listed else module))
+    made.actor.engine.get_per_tensor_param.return_value = (), None
+    asyncio.run(made.update_weights(7))
     moved = [call("cpu", model=True, optimizer=False, grad=False)]
-    assert engine.to.mock_calls == (moved if enabled and place == "meta" else [])
+    assert made.actor.engine.to.mock_calls == (moved if enabled and place == "meta" else [])
+    assert rollout.end_sync.await_count == 1

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``verl-sync doctor``: on the healthy stack, in environments that are really broken, and its judgements of machines
-that cannot all be here."""
+"""``verl-sync doctor`` on the healthy stack and in environments that are really broken, and its judgements of machines
+that cannot all be here; and what ``verl-sync prove`` refuses. Its proofs: ``tests/e2e/test_prove.py``."""
 
 from __future__ import annotations
 
-import shutil
+import json
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
-import verl_sync_plugin
-from fresh_process import doctor, first_in_path, other_plugin, python, stand_in
+from fresh_process import broken, doctor, first_in_path, other_plugin, python, stand_in
 from verl_sync_plugin.cli import doctor as made
-from verl_sync_plugin.cli import probe
+from verl_sync_plugin.cli import main, probe
 from verl_sync_plugin.cli.doctor import Finding, ok, problem, warning
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = Path(verl_sync_plugin.__file__).resolve().parent
 SGLANG, ROLLOUT = "actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout"
 COMMAND = f"python -m verl.trainer.main_ppo {SGLANG} actor_rollout_ref.actor.strategy=fsdp2 {ROLLOUT}.dtype=bfloat16"
 READ: dict[str, Any] = {
@@ -98,13 +98,6 @@ LATER = """
     """
 
 
-def broken(module: str, folder: Path) -> Path:
-    copy = folder / "broken" / PACKAGE.name
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / module).write_text("raise ImportError('broken on purpose')\n")
-    return copy.parent
-
-
 MORE = pytest.mark.extended
 LEAVE_OUT = f"uninstall one of the two plugins, or leave the other one out: {made.POLICY}=verl_sync_plugin"
 AGAIN = ("ImportError: broken on purpose", "pip install --force-reinstall")
@@ -120,9 +113,9 @@ AGAIN = ("ImportError: broken on purpose", "pip install --force-reinstall")
             partial(other_plugin, code=LATER), ["hook/checkpoint-engine", "hook/trainers", "hook/rollout-adapter"],
             "other_plugin.Stranger (of other-plugin)", LEAVE_OUT, marks=MORE,
         ),
-        (partial(broken, "hooks/separate.py"), ["hook/checkpoint-engine"], *AGAIN),
-        pytest.param(partial(broken, "compat.py"), ["import"], *AGAIN, marks=MORE),
-        pytest.param(partial(broken, "rollouts/sglang/loader.py"), ["hook/engine-loader"], *AGAIN, marks=MORE),
+        (partial(broken, module="hooks/separate.py"), ["hook/checkpoint-engine"], *AGAIN),
+        pytest.param(partial(broken, module="compat.py"), ["import"], *AGAIN, marks=MORE),
+        pytest.param(partial(broken, module="rollouts/sglang/loader.py"), ["hook/engine-loader"], *AGAIN, marks=MORE),
     ],
     ids=["another plugin first", "another plugin later", "checkpoint engine", "compat", "loader"],
 )  # fmt: skip
@@ -316,3 +309,42 @@ def test_page() -> None:
     parts = ("two 10.0.0.2", "PROBLEM  b: broken", "→ mend it", "WARNING  nodes/x: differs", "not ready, problems: 1")
     assert all(part in text for part in parts), text
     assert "\nready, " in made.as_text(made.result([one], []))
+
+
+# ``verl-sync prove``
+
+
+def test_what_ends_the_run_for_want_of_memory_is_a_failed_check_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the way to the device; as JSON alone on the standard output, and as a table."""
+    (tmp_path / "config.json").write_text("{}")
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.02 GiB.")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", full)
+    assert main(["prove", str(tmp_path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    (check,) = found["checks"]
+    assert not found["passed"] and not check["passed"] and (found["compared"], found["not_comparable"]) == (0, 0)
+    assert check["found"].startswith("loading the trainer's model failed. rank 0: torch.OutOfMemoryError: CUDA out of")
+    assert "Tried to allocate 1.02 GiB. Give the trainer's model more room: --trainer-dtype bfloat16" in check["found"]
+    assert main(["prove", str(tmp_path)]) == 1
+    row, _, last = capsys.readouterr().out.splitlines()[-3:]
+    assert "  FAILED  " in row and last == "NOT proven"
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["nowhere"], "no folder with a config.json"),
+        ([".", "--syncs", "0"], "--syncs 0: use 1 or more"),
+        ([".", "--tp", "2"], "torchrun --nproc-per-node 2"),
+    ],
+)
+def test_refused(words: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        main(["prove", *[str(tmp_path) if word == "." else word for word in words]])
+    assert ended.value.code == 2 and why in capsys.readouterr().err
