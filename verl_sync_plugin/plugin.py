@@ -42,7 +42,7 @@ def register() -> None:
     """Arranges for each registry of verl's to be written to when verl imports its module: importing these here would
     cost seconds in every process. One that verl has imported already is served at once."""
     hooks: dict[str, Callable[[Any], Any]] = {
-        "hydra": lambda _: _register_hydra(),
+        "hydra": _register_hydra,
         "verl.workers.rollout.base": _register_rollout,
         "verl.workers.rollout.replica": _register_replica,
         "verl.checkpoint_engine.base": _register_checkpoint_engine,
@@ -55,10 +55,13 @@ def register() -> None:
         wrapt.register_post_import_hook(hook, module)
 
 
-def _register_hydra() -> None:
-    from verl_sync_plugin.config import hydra_source
+def _register_hydra(_: Any) -> None:
+    from hydra.core.plugins import Plugins
 
-    hydra_source.register()
+    from verl_sync_plugin.config.hydra_source import SyncConfigSource, SyncSearchPath
+
+    Plugins.instance().register(SyncConfigSource)
+    Plugins.instance().register(SyncSearchPath)
 
 
 def _register_rollout(base: Any) -> None:

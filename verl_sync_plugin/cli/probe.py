@@ -37,11 +37,6 @@ def _ours(where: str) -> Any:
     return getattr(importlib.import_module(f"verl_sync_plugin.{module}"), name)
 
 
-def _imported(where: str) -> tuple[()]:
-    _ours(where)
-    return ()
-
-
 def hydra_keys() -> Iterator[Entry]:
     from hydra.core.plugins import Plugins
     from hydra.plugins.config_source import ConfigSource
@@ -114,12 +109,12 @@ def engine_loader() -> tuple[()]:
 # In the order in which a run meets them. The engine comes last: its import is the longest, and changes torch.
 HOOKS: dict[str, Callable[[], Iterable[Entry]]] = {
     "hydra-keys": hydra_keys,
-    "rollout-config": partial(_imported, "hooks.driver.SyncRolloutConfig"),
+    "rollout-config": lambda: _ours("hooks.driver.SyncRolloutConfig") and (),
     "training-engines": partial(training_engines, ("fsdp", "fsdp2"), "engines.SyncFSDP"),
     "megatron-engine": megatron_engine,
     "checkpoint-engine": checkpoint_engine,
     "trainers": trainers,
-    "workers": partial(_imported, "hooks.worker.OURS"),
+    "workers": lambda: _ours("hooks.worker.OURS") and (),
     "rollout-adapter": rollout_adapter,
     "rollout-replica": rollout_replica,
     "engine-loader": engine_loader,
@@ -152,23 +147,27 @@ def probe(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def check_hooks(hooks: Mapping[str, Callable[[], Iterable[Entry]]], versions: doctor.Versions) -> Iterator[Finding]:
-    """A finding of each hook that is active, and of each cause that keeps hooks from being so. A package that is not
-    installed is none: its version says so."""
-    alike: dict[str, tuple[BaseException, list[str]]] = {}
+    """One finding where all hooks are active; else one of each cause that keeps some from being so. A package that is
+    not installed is none: its version says so."""
+    active, alike = 0, dict[str, tuple[BaseException, list[str]]]()
     for name, hook in hooks.items():
         try:
             wrong = [f"{what} is {describe(found)}" for what, found, ours in hook() if found != ours]
         except BaseException as error:
             first = _first(error)
             alike.setdefault(f"{type(first).__name__}: {first}", (error, []))[1].append(name)
-        else:
+            continue
+        if wrong:
             remedy = REINSTALL if any(each.endswith(NOT_THERE) for each in wrong) else OTHER_PLUGIN
-            yield problem(f"hook/{name}", "; ".join(wrong), remedy) if wrong else ok(f"hook/{name}", "active")
+            yield problem(f"hook/{name}", "; ".join(wrong), remedy)
+        active += not wrong
     for cause, names in alike.values():
-        missing = getattr(_first(cause), "name", None) if isinstance(_first(cause), ModuleNotFoundError) else None
-        package = (missing or "").partition(".")[0]
+        first = _first(cause)
+        package = str(first.name).partition(".")[0] if isinstance(first, ModuleNotFoundError) and first.name else ""
         if package not in doctor.RANGES or versions[package] is not None:
             yield _failed(cause, names, package)
+    if active == len(hooks):
+        yield ok("hooks", f"{active} hooks of verl and SGLang are ours")
 
 
 def describe(found: Any) -> str:
@@ -193,8 +192,11 @@ def _failed(error: BaseException, names: list[str], missing: str) -> Finding:
     packages = [name.partition("site-packages/")[2].partition("/")[0] for name in files]
     # What torch refuses is not torch's fault, but of the package that asked for it
     package = next((each for each in reversed(packages) if each and each != "torch"), "")
-    if OF_THE_ENGINE.issuperset(names) and not _has_device():
-        return warning(check, f"{text}; no GPU is visible here", "run the doctor on a node with GPUs")
+    if OF_THE_ENGINE.issuperset(names):
+        import torch
+
+        if not torch.cuda.is_available() and os.environ.get(doctor.PLATFORM, "").strip().lower() != "cpu":
+            return warning(check, f"{text}; no GPU is visible here", "run the doctor on a node with GPUs")
     if missing and missing != "verl_sync_plugin":
         remedy = f"install what {missing!r} belongs to"
     elif files and "verl_sync_plugin" in files[-1]:
@@ -210,12 +212,6 @@ def _known_remedy(text: str) -> str:
     if "already taken" in text or "already registed" in text:
         return OTHER_PLUGIN
     return "pip install verl==0.9.1, which the plugin is made for" if "does not offer" in text else ""
-
-
-def _has_device() -> bool:
-    import torch
-
-    return torch.cuda.is_available() or os.environ.get(doctor.PLATFORM, "").strip().lower() == "cpu"
 
 
 def _first(error: BaseException) -> BaseException:

@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
-from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
@@ -27,13 +26,6 @@ from verl_sync_plugin.config.settings import SyncConfig
 SCHEME = "verl-sync"
 TARGET = "verl_sync_plugin.hooks.driver.SyncRolloutConfig"
 CONFIG = "rollout/rollout"
-
-
-def configs_folder() -> Path:
-    """The folder with ``sync/*.yaml``: inside the installed package, or next to it in a source checkout."""
-    package = Path(__file__).resolve().parents[1]
-    inside = package / "configs"
-    return inside if inside.is_dir() else package.parent / "configs"
 
 
 def not_given(default: Any) -> str:
@@ -111,10 +103,6 @@ class SyncSearchPath(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         if not any(_own_rollout(element.path) for element in search_path.get_path()):
             search_path.prepend("verl-sync-plugin", f"{SCHEME}://rollout")
-        search_path.append("verl-sync-plugin", f"file://{configs_folder()}")
-
-
-def register() -> None:
-    """Registers config source and search path with Hydra; harmless when done before."""
-    Plugins.instance().register(SyncConfigSource)
-    Plugins.instance().register(SyncSearchPath)
+        package = Path(__file__).resolve().parents[1]
+        configs = package / "configs"  # where it is installed; in a source checkout it is next to the package
+        search_path.append("verl-sync-plugin", f"file://{configs if configs.is_dir() else package.parent / 'configs'}")

@@ -30,8 +30,6 @@ SWITCHED_OFF = (
 SHARES_GPU = "_another_engine_on_this_gpu"  # set by our trainer next to ``sync``: no cache of the trainer may stay
 MISSING = "???"  # omegaconf's mark of a value that is still to be given
 
-_STAGED = "the way follows from where the memory lies"
-_GUARD = "max_probs_diff stops a run whose training/rollout_probs_diff_mean (verl's) is larger"
 # Keys of earlier versions, and what replaces them
 GONE = {
     "verify_hashes": "every byte is hashed and compared in every sync",
@@ -42,7 +40,10 @@ GONE = {
     "weights_cpu_backup": "the plugin decides it by the model",
     "empty_cache": "the trainer hands its cached memory back when the engine would not have enough",
     "release_cuda_graph": "CUDA graphs stay while the engine sleeps; a lower rollout.gpu_memory_utilization makes room",
-    **dict.fromkeys(("canary", "canary_threshold", "canary_every"), _GUARD),
+    **dict.fromkeys(
+        ("canary", "canary_threshold", "canary_every"),
+        "max_probs_diff stops a run whose training/rollout_probs_diff_mean (verl's) is larger",
+    ),
 }
 GONE_DELIVERIES = ("direct", "sharded", "exchanged", "gathered", "broadcast")
 
@@ -96,7 +97,8 @@ def _checked(key: str, value: Any) -> Any:
         hint = f"Did you mean {KEY_PREFIX}.{close[0]}?" if close else f"Known keys: {', '.join(_KNOWN)}."
         raise ValueError(f"{named}unknown key. {hint}")
     if key == "delivery" and value in GONE_DELIVERIES:
-        raise ValueError(f"{named}gone; remove it, or use {KEY_PREFIX}.delivery=staged: {_STAGED}.")
+        where = "the way follows from where the memory lies"
+        raise ValueError(f"{named}gone; remove it, or use {KEY_PREFIX}.delivery=staged: {where}.")
     try:
         if isinstance(value, float) and not math.isfinite(value):
             raise msgspec.ValidationError("not a finite number")
@@ -116,17 +118,14 @@ def section(holder: Any, key: str, name: str) -> Any:
     return value
 
 
-def refuse_missing(holder: Any, key: str, name: str) -> None:
+def given_value(holder: Any, key: str, name: str) -> Any:
+    """The value under ``key`` in a config section; ``None`` when there is none. Raises ValueError for omegaconf's mark
+    of a value that is still to be given; ``name`` is the whole key."""
     from omegaconf import OmegaConf
 
     # A DictConfig does not show the mark, a dict resolved from one does
     if OmegaConf.is_missing(holder, key) if OmegaConf.is_dict(holder) else str(holder.get(key, None)) == MISSING:
         raise ValueError(f"{name}={MISSING}: no value. Give it one, or remove the key.")
-
-
-def given_value(holder: Any, key: str, name: str) -> Any:
-    """The value under ``key`` in a config section; ``None`` when there is none."""
-    refuse_missing(holder, key, name)
     return holder.get(key, None)
 
 
@@ -161,9 +160,8 @@ def sync_config_of(rollout: Any) -> SyncConfig:
     custom = section(rollout, "custom", name)
     refuse_near_misses(custom, (key,), name)
     sync = section(custom, key, KEY_PREFIX)
-    for key in sync:
-        refuse_missing(sync, key, f"{KEY_PREFIX}.{key}")
-    return SyncConfig.from_mapping({key: _plain(sync[key]) for key in sync})  # by key: omegaconf's errors then name it
+    # By key: omegaconf's errors then name it
+    return SyncConfig.from_mapping({key: _plain(given_value(sync, key, f"{KEY_PREFIX}.{key}")) for key in sync})
 
 
 def _plain(value: Any) -> Any:

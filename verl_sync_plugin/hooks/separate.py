@@ -224,8 +224,6 @@ def dead_among(replicas: Sequence[Any]) -> list[Any]:
         for replica in replicas
     }
     everything = [reference for references in asked.values() for reference in references]
-    if not everything:
-        return []
     heard = set(ray.wait(everything, num_returns=len(everything), timeout=ANSWER_SECONDS)[0])
     return [replica for replica, references in asked.items() if any(_says_dead(r) for r in references if r in heard)]
 

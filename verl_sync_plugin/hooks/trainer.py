@@ -19,7 +19,7 @@ from verl_sync_plugin.errors import HalfWrittenError
 from verl_sync_plugin.hooks.driver import backend_of, settle
 from verl_sync_plugin.log import say
 from verl_sync_plugin.report import ACTIVE, expect_metrics, metrics_of, timing_of
-from verl_sync_plugin.rollouts import serves
+from verl_sync_plugin.rollouts import ROLLOUTS
 
 PROBS_DIFF, PROBS_VALID = "training/rollout_probs_diff_mean", "training/rollout_probs_diff_valid"
 
@@ -36,7 +36,7 @@ class SyncTrainerMixin:
             say(f"task runner: {line}")
         super()._init_resource_pool_mgr(**more)  # type: ignore[misc]
         rollout = self.config.actor_rollout_ref.rollout
-        if not serves(rollout.get("name")) or not sync_config_of(rollout).enabled:
+        if rollout.get("name") not in ROLLOUTS or not sync_config_of(rollout).enabled:
             return
         take_workers(self.role_worker_mapping)
         reward = self.config.reward.reward_model
@@ -93,7 +93,9 @@ class SyncTrainerMixin:
 
 def syncs_separate(rollout: Any) -> bool:
     """True if the plugin syncs a rollout on GPUs of its own."""
-    return serves(rollout.get("name")) and backend_of(rollout) == SEPARATE_BACKEND and sync_config_of(rollout).enabled
+    return (
+        rollout.get("name") in ROLLOUTS and backend_of(rollout) == SEPARATE_BACKEND and sync_config_of(rollout).enabled
+    )
 
 
 def take_workers(mapping: dict[Any, Any]) -> None:

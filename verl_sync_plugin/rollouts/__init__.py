@@ -108,10 +108,5 @@ class Rollout(Protocol):
         """For ``spmd.py``."""
 
 
-def serves(name: object) -> bool:
-    """True if the plugin has a rollout for verl's ``rollout.name``."""
-    return name in ROLLOUTS
-
-
 def rollout_of(name: str) -> Rollout:
     return cast(Rollout, importlib.import_module(ROLLOUTS[name]))

@@ -162,19 +162,5 @@ def prepare_local(spec: LocalSpec) -> LocalLaunch:
     )
 
 
-def _refuse_local(spec: LocalSpec) -> None:
-    if not spec.cuda and os.environ.get("VERL_PLATFORM", "").strip().lower() != "cpu":
-        raise ValueError(
-            "this process has no GPU: SGLang runs on a CPU with VERL_PLATFORM=cpu in the environment of torchrun."
-        )
-    if spec.dtype not in DTYPES:
-        raise ValueError(f"dtype={spec.dtype!r}: not a dtype of SGLang's weights. Use one of {', '.join(DTYPES)}.")
-    for architecture in spec.config.get("architectures") or ():
-        if why := reason_against(architecture, spec.config):
-            raise ValueError(f"model={spec.model}: {architecture} {why}. Use another model.")
-    for rows in (NOT_HERE, REFUSED):
-        refuse_arguments(spec.arguments.get, "engine", "leave it out", rows=rows)
-
-
 if TYPE_CHECKING:
     _: Rollout = this

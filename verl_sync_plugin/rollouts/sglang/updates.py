@@ -60,7 +60,12 @@ class WeightUpdates:
     async def wake(self, tags: list[str]) -> None:
         """Resumes what is released of ``tags``; once all is there, the prefix cache is flushed."""
         await self.resume_tags(tags)
-        await self._flush()
+        under_way, self._flushing = self._flushing, None
+        if self._asleep or self.keeps_requests:  # SGLang flushes nothing while it has requests
+            return
+        flushed = await (under_way or self.tokenizer_manager.flush_cache())
+        if not getattr(flushed, "success", True):
+            raise RuntimeError("SGLang could not flush its cache after the weight sync: requests are running")
 
     async def load_weights(self, request: tuple[Any, ...], weight_version: str | None) -> float:
         """Has every scheduler rank call our loader, and returns when all have left it. ``request``:
@@ -130,14 +135,6 @@ class WeightUpdates:
     @property
     def _asleep(self) -> bool:
         return bool({KV_CACHE, WEIGHTS} & self.occupation.released)
-
-    async def _flush(self) -> None:
-        under_way, self._flushing = self._flushing, None
-        if self._asleep or self.keeps_requests:  # SGLang flushes nothing while it has requests
-            return
-        flushed = await (under_way or self.tokenizer_manager.flush_cache())
-        if not getattr(flushed, "success", True):
-            raise RuntimeError("SGLang could not flush its cache after the weight sync: requests are running")
 
 
 def resolved(manager: Any) -> Callable[[str], Any]:
