@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers everything with verl; the only module that writes to verl's registries.
-
-Loaded through the entry point group ``verl.plugins`` by every process that imports verl, so it must be quick: it
-imports nothing heavy, and what is heavy is registered by name or when verl imports it anyway.
+"""Registers everything with verl; the only module that writes to verl's registries. Every process that imports verl
+loads it, so it imports nothing heavy: that is registered by name, or when verl imports it anyway.
 
 Hazard: verl swallows an exception of a plugin at DEBUG level and goes on with its own code. A run that asked for this
 plugin must not end up there, so a failure ends the process instead.
@@ -85,7 +83,7 @@ def _register_replica(replica: Any) -> None:
 
 def _register_checkpoint_engine(base: Any) -> None:
     compat.offered(base, "CheckpointEngineRegistry")
-    import verl_sync_plugin.hooks.separate  # noqa: F401  (registers on import)
+    importlib.import_module("verl_sync_plugin.hooks.separate")  # registers on import
 
 
 def _register_engines(module: str, strategies: str, _: Any) -> None:

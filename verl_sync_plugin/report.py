@@ -23,10 +23,10 @@ if TYPE_CHECKING:  # what reads report files later needs no torch
 # In the order of a training step; "phase" is their sum. "before" and "after" make room in device memory, "barrier" is
 # the wait for the other ranks to have done so. These three and "offload" are there where our worker runs
 # (hooks/worker.py); elsewhere verl does the same around us, and it is in verl's timing_s/update_weights alone.
+# "resume_weights" is what is left of that wait after what is packed meanwhile, which counts in "update_weights".
 PHASE_STAGES = ("sleep", "before", "resume_weights", "update_weights", "offload", "after", "barrier", "resume_kv")
 # All other stages are parts of update_weights, on the reporting rank; "engine_load" is the engine's time and overlaps
 # with the others. "open" makes the sharding manager, in the first sync only.
-# What is packed while the engine resumes its weights counts in update_weights; resume_weights is the rest of that wait
 MAX_SPANS = 1024  # of one sync, some 40 bytes each in the report file
 REPORT_FILE_VARIABLE = "VERL_SYNC_REPORT_FILE"
 EVENT = "sync_report"  # marks our lines in that file
@@ -240,10 +240,8 @@ def say_who_moves(report: SyncReport) -> None:
 
 @contextmanager
 def progress(report: SyncReport, speaks: bool) -> Iterator[None]:
-    """Says every few seconds of a long sync how far it has come. One rank of a run speaks.
-
-    A thread does so, since the sync itself may be waiting for an engine or a device, which is when one wants to know.
-    """
+    """Says every few seconds of a long sync how far it has come; one rank of a run ``speaks``. A thread does so, since
+    the sync itself may be waiting for an engine or a device, which is when one wants to know."""
     over, started = threading.Event(), time.monotonic()
 
     def watch() -> None:
