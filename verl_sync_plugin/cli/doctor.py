@@ -218,7 +218,7 @@ def probe(overrides: Sequence[str], platform: str) -> dict[str, Any]:
 
 
 def _last_line(text: str) -> str:
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "")
+    return (text.strip().splitlines() or [""])[-1]
 
 
 def read_machine() -> dict[str, Any]:

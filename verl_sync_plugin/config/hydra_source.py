@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adds the plugin's keys to Hydra: a config source that serves verl's own rollout config with more fields.
+"""Adds the plugin's keys to Hydra, by its plugin interface: a config source that serves verl's own ``rollout/rollout``
+of the installed version with the short bucket key, ``custom.sync`` and a ``_target_`` that validates.
 
-Registered through Hydra's documented plugin interface. The source has one config, ``rollout/rollout``; it loads
-verl's YAML of the installed version and adds the short bucket key, ``custom.sync`` and a ``_target_`` that validates.
-What becomes of a default of ours on a key of verl's is settled in the driver (``hooks/driver.py``); until then the
-value is an interpolation that says that nobody has given one, and that every process can resolve.
-Ready compositions (``+sync=...``) come from the package's ``configs`` folder, and so does the callback that settles it.
+The driver settles a default of ours on a key of verl's (``hooks/driver.py``); until then the value is an interpolation,
+which says that nobody has given one, and which every process can resolve. Ready compositions (``+sync=...``) and the
+callback that settles come from the package's ``configs`` folder.
 """
 
 from __future__ import annotations

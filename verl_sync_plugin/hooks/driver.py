@@ -51,11 +51,9 @@ OFF = "weight sync off, stock verl moves the weights"
 
 
 def settle(config: DictConfig, overrides: Sequence[str] = (), program: str = "", resolved: bool = False) -> str:
-    """Checks our keys and writes plain values into a composed config; a second time changes nothing.
-
-    For a program of your own that composes verl's config without ``hydra.main``: call it before Ray starts. Returns one
-    line that says who moves the weights; empty where no engine of ours gets any. Raises ValueError, which names key,
-    value and remedy.
+    """Checks our keys and writes plain values into a composed config; a second time changes nothing. Returns one line
+    that says who moves the weights; empty where no engine of ours gets any. Raises ValueError, which names key, value
+    and remedy. A program of your own that composes verl's config without ``hydra.main`` calls it before Ray starts.
 
     Args:
         config: what verl's main function gets.
@@ -142,16 +140,14 @@ def _unserved_trainer(actor_rollout_ref: Any, strategy: str, engine: str) -> str
 
 
 def asked_for(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
-    """The first key of the plugin that the user gave, with its value; empty when there is none, and nobody counts on
-    the plugin. The keys: any under ``rollout.custom.sync`` (``enabled=True`` too), the short bucket key, the backend
-    ``sync_plugin`` and ``model.lora.peft``, given one by one or by ``+sync=...``.
-    """
+    """The first key of the plugin that the user gave, with its value; empty when nobody counts on the plugin. The keys:
+    any under ``rollout.custom.sync`` (``enabled=True`` too), the short bucket key and ``model.lora.peft``, given one by
+    one or by ``+sync=...``."""
     for override in overrides:
         if override.lstrip("+~").startswith((f"{KEY_PREFIX}.", "sync=")):
             return override.lstrip("~")
     rollout = actor_rollout_ref.rollout
-    short = given_value(rollout, "update_weights_bucket_megabytes", SHORT_BUCKET_KEY)
-    if short is not None:
+    if (short := given_value(rollout, "update_weights_bucket_megabytes", SHORT_BUCKET_KEY)) is not None:
         return f"{SHORT_BUCKET_KEY}={short}"
     if sync_config_of(rollout) != SyncConfig():
         return f"{KEY_PREFIX}={OmegaConf.to_container(rollout.custom.sync)}"
@@ -272,10 +268,8 @@ def check_rollout(rollout: Any) -> None:
 
 
 class CheckKeys(Callback):
-    """Settles our keys in the driver, before Ray starts.
-
-    Hazard: Hydra turns an exception of a callback into a warning and goes on, so everything leaves as ``SystemExit``.
-    """
+    """Settles our keys in the driver, before Ray starts. Hazard: Hydra turns an exception of a callback into a warning
+    and goes on, so everything leaves as ``SystemExit``."""
 
     def __init__(self) -> None:
         self._settled = False

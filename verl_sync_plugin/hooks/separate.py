@@ -41,14 +41,9 @@ if TYPE_CHECKING:
 
 @CheckpointEngineRegistry.register(SEPARATE_BACKEND)
 class SyncCheckpointEngine(CheckpointEngine):
-    """One process's end of all syncs of a run.
-
-    Args:
-        bucket_size: bound on what a rank stages, in bytes.
-        is_master: whether this is trainer rank 0; verl gives it to trainer ranks alone.
-        sync, dtype, rollout: ``custom.sync``, ``rollout.dtype`` and ``rollout.name``, which the driver writes into
-            ``engine_kwargs``.
-    """
+    """One process's end of all syncs of a run. ``bucket_size``: bound on what a rank stages, in bytes; ``is_master``:
+    this is trainer rank 0, ``None`` on a rollout rank; ``sync``, ``dtype`` and ``rollout`` are ``custom.sync``,
+    ``rollout.dtype`` and ``rollout.name``, which the driver writes into ``engine_kwargs``."""
 
     def __init__(
         self,

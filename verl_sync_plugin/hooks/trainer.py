@@ -99,8 +99,7 @@ def syncs_separate(rollout: Any) -> bool:
 
 
 def take_workers(mapping: dict[Any, Any]) -> None:
-    """Puts our subclasses in the place of verl's worker classes in ``role_worker_mapping``, for the roles that hold a
-    rollout."""
+    """Replaces verl's worker classes in ``role_worker_mapping`` by ours, for the roles that hold a rollout."""
     from verl_sync_plugin.hooks.worker import OURS
 
     for role, remote in mapping.items():
@@ -156,11 +155,8 @@ class _Outliving(LLMServerClient):
 
 
 class SeparateLLMServerClient(FullyAsyncLLMServerClient, _Outliving):
-    """verl's client, for rollouts of which a replica may die, and a call may span a sync.
-
-    Its ``min_global_steps`` is the version with which a response began. verl's takes each part's version when it ends
-    for that of the whole part, which holds where every sync ends it.
-    """
+    """verl's client, for rollouts of which a replica may die, and a call may span a sync. Its ``min_global_steps`` is
+    the version with which a response began; verl's is that with which its first part ended."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         noted: list[Any] = []
