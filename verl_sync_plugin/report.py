@@ -188,14 +188,13 @@ def write_report(report: SyncReport) -> None:
 def timing_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Seconds by ``sync/<stage>`` for verl's ``timing_raw``, from the ``SyncReport.as_dict`` of each replica's leader:
     the slowest replica counts."""
-    names = {name for report in reports for name in report["stages"]}
-    timing = {f"sync/{name}": max(report["stages"].get(name, 0.0) for report in reports) for name in sorted(names)}
-    timing["sync/phase"] = max(SyncReport(**report).phase_seconds for report in reports)
-    return timing
+    names = sorted({name for report in reports for name in report["stages"]})
+    slowest = {f"sync/{name}": max(report["stages"].get(name, 0.0) for report in reports) for name in names}
+    return {**slowest, "sync/phase": max(SyncReport(**report).phase_seconds for report in reports)}
 
 
 def metrics_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """``sync/...`` metrics of all replicas, from the ``SyncReport.as_dict`` of each replica's leader."""
+    """``sync/...`` metrics of all replicas, from the same."""
     built = [SyncReport(**report) for report in reports]
     named = {"bytes": "nbytes", "weight_version": "global_steps"}
     return {ACTIVE: 1.0} | {
@@ -214,7 +213,7 @@ def sent(report: Mapping[str, Any]) -> dict[str, float]:
 
 
 def expect_metrics() -> None:
-    """Notes that a trainer of the plugin is being built in this process, which takes the reports."""
+    """Notes that a trainer of the plugin, which takes the reports, is being built in this process."""
     _said.add("metrics")
 
 
@@ -260,14 +259,11 @@ def progress(report: SyncReport, speaks: bool) -> Iterator[None]:
 
 
 def progress_line(report: SyncReport, seconds: float) -> str:
-    parts = [f"sync of step {report.global_steps}: {seconds:.0f} s so far"]
-    if report.handed_over is None:
-        parts.append("no bucket handed over yet")
-    else:
+    done, stages = "no bucket handed over yet", list(report.under_way)
+    if report.handed_over is not None:
         plan, index = report.handed_over
-        done = len(plan.buckets) if index < 0 else index + 1  # all at once, where parameters are read in place
-        sent = min(sum(bucket.nbytes for bucket in plan.buckets[:done]), plan.nbytes)
-        parts.append(f"bucket {done} of {len(plan.buckets)}, {sent / 1e9:.2f} of {plan.nbytes / 1e9:.2f} GB")
-    if stages := list(report.under_way):
-        parts.append(f"now in {stages[-1]}")
-    return ", ".join(parts)
+        count = len(plan.buckets) if index < 0 else index + 1  # all at once, where parameters are read in place
+        sent = min(sum(bucket.nbytes for bucket in plan.buckets[:count]), plan.nbytes)
+        done = f"bucket {count} of {len(plan.buckets)}, {sent / 1e9:.2f} of {plan.nbytes / 1e9:.2f} GB"
+    now = f", now in {stages[-1]}" if stages else ""
+    return f"sync of step {report.global_steps}: {seconds:.0f} s so far, {done}{now}"

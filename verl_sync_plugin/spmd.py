@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``SpmdRollout``: engines next to the ranks of a script that ``torchrun`` starts.
-
-Its syncs are those of every colocated run (``sync/``), with the script's model in place of verl's training engine.
-After the class: its arguments, which ranks share an engine, prompts in and responses out.
-"""
+"""``SpmdRollout``: engines next to the ranks of a script that ``torchrun`` starts. Its syncs are those of every
+colocated run (``sync/``), with the script's model in place of verl's training engine."""
 
 from __future__ import annotations
 
@@ -159,7 +156,7 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
 
     def _call(self, what: str, method: str, *arguments: Any) -> Any:
         """Calls a method of the server on all engines, and returns the answer of this rank's, once all have answered;
-        ``None`` where it owns none. Collective. Raises RolloutError, the same on all ranks, where any failed."""
+        ``None`` where it owns none. Collective."""
         with errors(what):
             return self._awaited(what, None if self._ask is None else self._ask(method, *arguments))
 
@@ -174,11 +171,9 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
                 return answer
 
     def sync_weights(self, source: LiveSource | Any, version: int | None = None) -> SyncReport:
-        """Moves the trainer's weights into the engines: the phase of a colocated run, with its hashes and proofs.
-
-        Weights that are released are resumed on the way; a KV cache that is released stays so. Returns this rank's
-        report. Raises SyncError, the same on all ranks, where any rank or engine failed: the trainer's weights are as
-        before, and the engines generate nothing until a sync succeeds.
+        """Moves the trainer's weights into the engines, with hashes and proofs; returns this rank's report. Weights
+        that are released are resumed on the way; a KV cache that is released stays so. Raises SyncError where any rank
+        or engine failed: the trainer's weights are as before, and the engines generate nothing until a sync succeeds.
 
         Args:
             source: an ``fully_shard``-ed, FSDP1, DDP or plain module of transformers, PEFT's adapters in it merged on
@@ -400,11 +395,9 @@ def check_groups(everywhere: Sequence[tuple[int, ...]], places: Sequence[Place])
 
 @dataclass(frozen=True)
 class Generated:
-    """Prompts and responses of one ``generate``, the same on all ranks of an engine; on the rank's device.
-
-    ``N`` is prompts times ``n``, the responses to one prompt next to each other; ``P`` and ``R`` are the longest prompt
-    and the longest response. Masks are False where padded.
-    """
+    """Prompts and responses of one ``generate``, the same on all ranks of an engine; on the rank's device. ``N`` is
+    prompts times ``n``, the responses to one prompt next to each other; ``P`` and ``R`` are the longest prompt and the
+    longest response. Masks are False where padded."""
 
     prompt_ids: torch.Tensor  # int64 of shape (N, P), padded on the left
     prompt_mask: torch.Tensor

@@ -118,14 +118,17 @@ def section(holder: Any, key: str, name: str) -> Any:
     return value
 
 
-def given_value(holder: Any, key: str, name: str) -> Any:
-    """The value under ``key`` in a config section; ``None`` when there is none. Raises ValueError for omegaconf's mark
-    of a value that is still to be given; ``name`` is the whole key."""
+def refuse_missing(holder: Any, key: str, name: str) -> None:
     from omegaconf import OmegaConf
 
     # A DictConfig does not show the mark, a dict resolved from one does
     if OmegaConf.is_missing(holder, key) if OmegaConf.is_dict(holder) else str(holder.get(key, None)) == MISSING:
         raise ValueError(f"{name}={MISSING}: no value. Give it one, or remove the key.")
+
+
+def given_value(holder: Any, key: str, name: str) -> Any:
+    """The value under ``key`` in a config section; ``None`` when there is none."""
+    refuse_missing(holder, key, name)
     return holder.get(key, None)
 
 
@@ -160,8 +163,9 @@ def sync_config_of(rollout: Any) -> SyncConfig:
     custom = section(rollout, "custom", name)
     refuse_near_misses(custom, (key,), name)
     sync = section(custom, key, KEY_PREFIX)
-    # By key: omegaconf's errors then name it
-    return SyncConfig.from_mapping({key: _plain(given_value(sync, key, f"{KEY_PREFIX}.{key}")) for key in sync})
+    for key in sync:
+        refuse_missing(sync, key, f"{KEY_PREFIX}.{key}")
+    return SyncConfig.from_mapping({key: _plain(sync[key]) for key in sync})  # by key: omegaconf's errors then name it
 
 
 def _plain(value: Any) -> Any:

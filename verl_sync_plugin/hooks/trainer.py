@@ -128,9 +128,8 @@ _first_versions: ContextVar[list[Any] | None] = ContextVar("_first_versions", de
 
 
 class _Outliving(LLMServerClient):
-    """Asks another server for what one that has died was asked for, and the same one again where a sync has failed,
-    which the driver runs again or ends the run. Notes the version with which each part of a response began. Between
-    verl's two clients."""
+    """Between verl's two clients: asks another server for what one that has died was asked for, and the same one again
+    where a sync has failed. Notes the version with which each part of a response began."""
 
     async def _acquire_server(self, *args: Any, **kwargs: Any) -> Any:
         acquired = await super()._acquire_server(*args, **kwargs)

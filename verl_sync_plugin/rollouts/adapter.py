@@ -45,10 +45,9 @@ from verl_sync_plugin.transport.agreement import TrainerWorld
 
 
 class SyncAdapter:
-    """Mixed into verl's rollout adapter of one engine.
-
-    Constructing it gives verl's own adapter with ``custom.sync.enabled=False``, and for an engine that the plugin never
-    syncs: a reward model's, a teacher's, or one that gets its weights from verl's checkpoint engines."""
+    """Mixed into verl's rollout adapter of one engine. Constructing it gives verl's own adapter with
+    ``custom.sync.enabled=False``, and for an engine that the plugin never syncs: a reward model's, a teacher's, or one
+    that gets its weights from verl's checkpoint engines."""
 
     stock: ClassVar[type]  # verl's own adapter
     rollout: ClassVar[Rollout]
@@ -157,9 +156,9 @@ class SyncAdapter:
             await self._finish([])
 
     def make_room_for_weights(self, offloaded: bool) -> None:
-        """Hands back what the engine needs of the trainer's cache to resume its weights. An error, perhaps of the
-        training step before, is kept for ``update_weights``, where all ranks hear of it. Parameters that are
-        ``offloaded`` are waited for: verl's copies to the host may still run."""
+        """Hands back what the engine needs of the trainer's cache to resume its weights. An error is kept for
+        ``update_weights``, where all ranks hear of it. Parameters that are ``offloaded`` are waited for: verl's copies
+        to the host may still run."""
         self._around = SyncReport()
         try:
             with self._around.stage("before"):
@@ -235,7 +234,7 @@ class SyncAdapter:
         return manager
 
     def _make_separate(self, membership: Membership) -> SeparateRollout:
-        """The manager of one rollout rank of a separate rollout. Collective over trainer and rollout ranks."""
+        """Collective over trainer and rollout ranks."""
         self._refuse_family()
         assert membership.ranks is not None, "joined"
         rank, ranks = membership.ranks.rank, membership.engine_ranks
@@ -265,8 +264,7 @@ class SeparateReceiver:
         self._one = asyncio.Lock()
 
     async def receive(self, membership: Membership, global_steps: int | None) -> None:
-        """One sync. Collective over trainer and rollout ranks. ``membership``: what the checkpoint engine of this
-        process returned."""
+        """One sync. Collective over trainer and rollout ranks. ``membership``: of this process's checkpoint engine."""
         ranks = membership.ranks
         assert ranks is not None, "joined"
         async with self._one:  # a sync that has failed ends before the next one begins

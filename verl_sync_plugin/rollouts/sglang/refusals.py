@@ -183,27 +183,23 @@ def _refuse_second_word(rollout: Any, given: Mapping[str, Any]) -> None:
     """Arguments for which verl has a key: verl plans its ranks, and we the bytes, by that key and not by these."""
     parallel, attention = rollout.get("data_parallel_size", None) or 1, bool(given.get("enable_dp_attention", False))
     ranks = (rollout.get("tensor_model_parallel_size", None) or 1) * parallel
-
-    def same_as(expected: Any) -> Callable[[Any], bool]:
-        same = (None, SAME_DTYPES.get(expected, expected))
-        return lambda value: expected is None or SAME_DTYPES.get(value, value) in same
-
-    def shared_out(value: Any) -> bool:
-        """With DP attention SGLang shares out its own ranks and their number stays; else every one is a rank more."""
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        return value in (None, parallel) or (attention and whole and ranks % max(value, 1) == 0)
-
     one = "Remove the former and set the latter"
-    rows = {
-        "tp_size": (same_as(ranks), f"{PREFIX}.tensor_model_parallel_size, times data_parallel_size, is {ranks}. {one}")
-    }
+    same = {"tp_size": (ranks, "tensor_model_parallel_size, times data_parallel_size,")}
     for key, ours in SAME_WORDS.items():
         if key != "ep_size" or (given.get("moe_dp_size", None) or 1) <= 1:  # verl has no key for such a layout
-            expected = rollout.get(ours, None)
-            rows[key] = same_as(expected), f"{PREFIX}.{ours} is {expected!r}. {one}"
-    share = f"set +{ARGUMENTS}.enable_dp_attention=True, by which SGLang shares out its {ranks} ranks"
-    rows["dp_size"] = shared_out, f"{PREFIX}.data_parallel_size is {parallel}. {one}, or {share}"
-    refuse_arguments(given.get, ARGUMENTS, rows=rows)
+            same[key] = rollout.get(ours, None), ours
+    for key, (expected, ours) in same.items():
+        value = given.get(key, None)
+        if None not in (value, expected) and SAME_DTYPES.get(value, value) != SAME_DTYPES.get(expected, expected):
+            raise ValueError(f"{ARGUMENTS}.{key}={value!r}: {PREFIX}.{ours} is {expected!r}. {one}.")
+    # With DP attention SGLang shares out its own ranks and their number stays; else every one is a rank more
+    value = given.get("dp_size", None)
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if value not in (None, parallel) and not (attention and whole and ranks % max(value, 1) == 0):
+        raise ValueError(
+            f"{ARGUMENTS}.dp_size={value!r}: {PREFIX}.data_parallel_size is {parallel}. {one}, or set "
+            f"+{ARGUMENTS}.enable_dp_attention=True, by which SGLang shares out its {ranks} ranks."
+        )
     if parallel > 1 and not attention:
         raise ValueError(
             f"{PREFIX}.data_parallel_size={parallel}: SGLang takes weights for data-parallel ranks with DP attention "
