@@ -69,13 +69,11 @@ class SyncReport:
     coverage_missing: int = 0  # how many of them a sync does not write completely
     replayed_tensors: int = 0  # HF tensors that went by the load map instead of the engine's ``load_weights``
     own_bytes: int = 0  # what the engine rank read on its own device, from its own trainer rank
-    # what it read from the memory of other ranks; of a separate rollout all but what was sent to its own rollout rank
-    peer_bytes: int = 0
+    peer_bytes: int = 0  # what it read from other ranks' memory; if separate, all but what its own rollout rank got
     gathered_bytes: int = 0  # of buckets that were broadcast: what other ranks packed
     network_bytes: int = 0  # what this rank received of segments that ranks of other hosts packed
     direct_bytes: int = 0  # of own and peer: what the engine rank read from parameters where they lie
-    # the most that the engine allocated beyond what it keeps since the sync before; 0 when unknown
-    activation_bytes: int = 0
+    activation_bytes: int = 0  # the most that the engine allocated on top since the sync before; 0 when unknown
     verified_tensors: int = 0  # compared with the engines' own parameters; 0 in a sync that is not verified
     not_comparable: int = 0  # tensors of which that cannot be compared
     no_room: str = ""  # why an engine rank could not find out where its tensors lie
@@ -168,8 +166,8 @@ def size_text(nbytes: float) -> str:
 
 
 def write_report(report: SyncReport) -> None:
-    """Writes one line into the log, and one JSON line into the file named by ``VERL_SYNC_REPORT_FILE``, if any; a
-    process's first line in it also has the versions of the packages here."""
+    """Writes one line into the log, and one JSON line into the file that ``VERL_SYNC_REPORT_FILE`` names; a process's
+    first line in it also has the versions of the packages here."""
     say(report.line())
     path = os.environ.get(REPORT_FILE_VARIABLE)
     if not path:

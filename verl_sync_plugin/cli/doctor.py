@@ -111,8 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_node(overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Looks at this machine and environment. Returns ``versions`` by package, ``machine``, ``run`` (who moves the
-    weights of a run with the overrides; ``None`` without any) and ``findings``."""
+    """Looks at this machine and environment. Returns a node of the JSON (docs/doctor.md) but for name and address."""
     versions, machine = installed(), read_machine()
     platform = platform_of(os.environ.get(PLATFORM), machine)
     probed = probe(overrides, platform)
@@ -131,16 +130,14 @@ def check_node(overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def platform_of(given: str | None, machine: Mapping[str, Any]) -> str:
-    """The platform that verl is looked at with: the one that ``VERL_PLATFORM`` names, or ``cpu`` in the environment of
-    the quickstart, whose torch has no CUDA."""
+    """``VERL_PLATFORM`` of the probe: as given, or ``cpu`` in the quickstart's environment, where torch has no CUDA."""
     if given or machine["gpus"] or machine["torch_device"]:
         return (given or "").strip().lower()
     return "cpu" if _version(CPU_STACK) else ""
 
 
 def installed() -> dict[str, str | None]:
-    """The version of each package, ``None`` where it is not installed; also this Python's, and the plugin's with its
-    commit."""
+    """The version of each package, ``None`` where it is not installed; the plugin's with its commit."""
     return {PLUGIN: build(), "python": python_version(), **{package: _version(package) for package in PACKAGES}}
 
 
@@ -312,9 +309,8 @@ def check_machine(read: Mapping[str, Any], on_cpu: bool) -> Iterator[Finding]:
 
 
 def check_cluster(address: str) -> Iterator[dict[str, Any]]:
-    """``check_node`` of every node alive of a Ray cluster, with its name (``node``) and ``address``. A node that cannot
-    run it, because the plugin is not installed there for example, has a finding that says so. Raises
-    ConnectionError, and says why, where there is no cluster, or it is of another version."""
+    """``check_node`` of every node alive of a Ray cluster, with its name (``node``) and ``address``; a finding says
+    where a node cannot run it. Raises ConnectionError where there is no cluster, or it is of another version."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads every hook of the plugin as a process of verl's does, and judges the overrides of a run; Ray is not started.
+"""Loads every hook of the plugin as a process of verl's does, and judges the overrides of a run, without Ray.
 
-Runs in a process of its own: ``python -m verl_sync_plugin.cli.probe FILE [OVERRIDE ...]``. It must not import the
-plugin's modules before verl had the chance to load them, so each is imported where it is looked at.
+``python -m verl_sync_plugin.cli.probe FILE [OVERRIDE ...]`` is a process of its own. It must not import the plugin's
+modules before verl had the chance to load them, so each is imported where it is looked at.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ OF_THE_ENGINE = {"rollout-adapter", "rollout-replica", "engine-loader"}  # hooks
 
 def probe(overrides: Sequence[str]) -> dict[str, Any]:
     """Imports verl, then looks at every hook, and at overrides. Returns the ``__version__`` of ``verl``, ``run`` (of
-    ``lint``), and ``findings``: of each hook, or of what keeps the plugin from being loaded."""
+    ``lint``), and ``findings``."""
     result: dict[str, Any] = {"verl": None, "run": None}
     spoken, found = io.StringIO(), list[Finding]()
     try:
@@ -228,8 +228,8 @@ def _one_line(error: BaseException) -> str:
 
 
 def parse(words: Sequence[str]) -> tuple[str, str, list[str]]:
-    """Reads a list of overrides, or a whole command that was pasted: the file name of the main without ``.py``,
-    the name of the config, Hydra's overrides. Raises ValueError for another option."""
+    """Reads a list of overrides, or a whole command that was pasted: file name of the main without ``.py``, name of the
+    config, Hydra's overrides. Raises ValueError for another option."""
     rest, program = list(words[words.index("-m") + 1 :] if "-m" in words else words), "main_ppo"
     if rest and (rest[0].startswith("verl.") or rest[0].endswith(".py")):
         program = rest.pop(0).removesuffix(".py").replace("/", ".").rpartition(".")[2]
@@ -242,8 +242,7 @@ def parse(words: Sequence[str]) -> tuple[str, str, list[str]]:
 
 
 def lint(words: Sequence[str]) -> dict[str, Any]:
-    """Judges a run with these overrides as its driver does, and as every worker builds its rollout's config. ``line``
-    says who moves the weights, ``findings`` are dictionaries."""
+    """Judges a run with these overrides as its driver and its workers do; ``line`` says who moves the weights."""
     import hydra
     from hydra.core.global_hydra import GlobalHydra
     from verl.utils.config import omega_conf_to_dataclass

@@ -133,10 +133,8 @@ def given_value(holder: Any, key: str, name: str) -> Any:
 
 
 def refuse_near_misses(holder: Mapping[str, Any], known: Collection[str], name: str) -> None:
-    """Raises ValueError for a key of a mapping that is nearly a known one, and leaves all others alone.
-
-    A key that ends in a known one is another word: ``async`` is not ``sync``.
-    """
+    """Raises ValueError for a key of a mapping that is nearly a known one. A key that ends in a known one is another
+    word: ``async`` is not ``sync``."""
     for key in holder:
         word = str(key).lower()
         if key in known or any(word.endswith(each) and word != each for each in known):
@@ -180,9 +178,8 @@ def lora_rank_of(model: Any) -> int:
 
 
 def settled_megabytes(short: Any, long: Any, given: bool, stock: int, syncs: bool) -> tuple[Any, Any]:
-    """Values for the short and the long bucket key that both say what the run uses; settling twice changes nothing.
-    ``given``: somebody has set the long key; ``stock``: verl's own default of it; ``syncs``: the plugin moves the
-    weights of this run; otherwise verl reads the long key alone."""
+    """Values for the short and the long bucket key that both say what the run uses. ``given``: somebody has set the
+    long key; ``stock``: verl's default of it; ``syncs``: the plugin moves the weights; else verl reads it alone."""
     if not given:
         default = min(stock, DEFAULT_MEGABYTES) if syncs else stock
         long = default if short is None else short
@@ -194,9 +191,8 @@ def settled_megabytes(short: Any, long: Any, given: bool, stock: int, syncs: boo
 
 def check_bucket_megabytes(short: Any, long: Any) -> int:
     """The bucket size in MiB from the short key (``None`` when not given) and the long one."""
-    for key, value in ((SHORT_BUCKET_KEY, short), (LONG_BUCKET_KEY, long)):
-        if key == SHORT_BUCKET_KEY and value is None:
-            continue
+    given = {LONG_BUCKET_KEY: long} if short is None else {SHORT_BUCKET_KEY: short, LONG_BUCKET_KEY: long}
+    for key, value in given.items():
         if value == "auto":
             raise ValueError(f"{key}='auto': gone. Use a number of MiB, such as {key}=512, which is the default.")
         if isinstance(value, bool) or not isinstance(value, int):
