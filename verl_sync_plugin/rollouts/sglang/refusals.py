@@ -184,7 +184,7 @@ def _refuse_second_word(rollout: Any, given: Mapping[str, Any]) -> None:
     parallel, attention = rollout.get("data_parallel_size", None) or 1, bool(given.get("enable_dp_attention", False))
     ranks = (rollout.get("tensor_model_parallel_size", None) or 1) * parallel
     one = "Remove the former and set the latter"
-    same = {"tp_size": (ranks, "tensor_model_parallel_size, times data_parallel_size,")}
+    same: dict[str, tuple[Any, str]] = {"tp_size": (ranks, "tensor_model_parallel_size, times data_parallel_size,")}
     for key, ours in SAME_WORDS.items():
         if key != "ep_size" or (given.get("moe_dp_size", None) or 1) <= 1:  # verl has no key for such a layout
             same[key] = rollout.get(ours, None), ours
