@@ -255,7 +255,8 @@ def _ipc_error() -> str:
         torch.cuda.synchronize(0)
         command, export = [sys.executable, "-c", OPEN_IPC], pickle.dumps(staging.export())
         ended = subprocess.run(command, input=export, capture_output=True, timeout=IPC_SECONDS, check=False)
-        return "" if ended.returncode == 0 else _last_line(ended.stderr.decode()) or f"exit status {ended.returncode}"
+        said = _last_line(ended.stderr.decode(errors="replace")) or f"exit status {ended.returncode}"
+        return said if ended.returncode else ""
     except Exception as error:
         return " ".join(f"{type(error).__name__}: {error}".split())
 

@@ -156,11 +156,11 @@ def check_hooks(hooks: Mapping[str, Callable[[], Iterable[Entry]]], versions: do
         except BaseException as error:
             first = _first(error)
             alike.setdefault(f"{type(first).__name__}: {first}", (error, []))[1].append(name)
-            continue
-        if wrong:
-            remedy = REINSTALL if any(each.endswith(NOT_THERE) for each in wrong) else OTHER_PLUGIN
-            yield problem(f"hook/{name}", "; ".join(wrong), remedy)
-        active += not wrong
+        else:
+            active += not wrong
+            if wrong:
+                remedy = REINSTALL if any(each.endswith(NOT_THERE) for each in wrong) else OTHER_PLUGIN
+                yield problem(f"hook/{name}", "; ".join(wrong), remedy)
     for cause, names in alike.values():
         first = _first(cause)
         package = str(first.name).partition(".")[0] if isinstance(first, ModuleNotFoundError) and first.name else ""
