@@ -90,17 +90,13 @@ class SyncConfigSource(ConfigSource):
         return ["rollout"] if self.is_group(config_path) and results_filter in (None, wanted) else []
 
 
-def _own_rollout(path: str | None) -> bool:
-    """True if a folder of the user's own holds a rollout config; that one is used as it is."""
-    folder = Path((path or "").removeprefix("file://"))
-    return (folder / f"{CONFIG}.yaml").is_file() and folder.resolve() != verl_configs()
-
-
 class SyncSearchPath(SearchPathPlugin):
     """Puts our source before verl's folder, and the ``configs`` folder after it."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        if not any(_own_rollout(element.path) for element in search_path.get_path()):
+        folders = (Path((element.path or "").removeprefix("file://")) for element in search_path.get_path())
+        # A rollout config in a folder of the user's own is used as it is
+        if not any((each / f"{CONFIG}.yaml").is_file() and each.resolve() != verl_configs() for each in folders):
             search_path.prepend("verl-sync-plugin", f"{SCHEME}://rollout")
         package = Path(__file__).resolve().parents[1]
         configs = package / "configs"  # where it is installed; in a source checkout it is next to the package

@@ -84,16 +84,12 @@ def _receive(model: torch.nn.Module, channel: Channel, request: LoadRequest, for
         say(f"sync {request.sync_id} ended by the trainer before its commit")
     except Exception as error:
         say(f"sync {request.sync_id} failed in the engine\n{traceback.format_exc()}")
-        _tell(channel, f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}", request.timeout_seconds)
-
-
-def _tell(channel: Channel, text: str, timeout: float) -> None:
-    """Waits for the trainer to hang up: closed at once, its next word would break the pipe before it has read ours."""
-    with suppress(ChannelClosedError, ChannelTimeoutError, BadMessageError):
-        channel.send(Failed(text))
-        deadline = time.monotonic() + timeout
-        while (left := deadline - time.monotonic()) > 0:
-            channel.receive(left)
+        with suppress(ChannelClosedError, ChannelTimeoutError, BadMessageError):
+            channel.send(Failed(f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}"))
+            # Until the trainer hangs up: closed at once, its next word would break the pipe before it has read ours
+            deadline = time.monotonic() + request.timeout_seconds
+            while (left := deadline - time.monotonic()) > 0:
+                channel.receive(left)
 
 
 def admitted(header: Any) -> tuple[Any, ...]:

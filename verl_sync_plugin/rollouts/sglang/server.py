@@ -117,14 +117,11 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         """Context in which verl's launch takes the sync's decision on the CPU backup. It has no argument for that: it
         turns the copy on in hybrid mode and with LoRA. So a server that needs none is shown as standalone and, where
         LoRA is merged before the sync, without LoRA; the launch reads both for nothing else."""
-        mode, model = self.rollout_mode, self.model_config
-        if backup or mode != RolloutMode.HYBRID:
-            yield
-            return
-        rank = model.lora_rank
-        self.rollout_mode = RolloutMode.STANDALONE
-        if not self.lora_as_adapter:
-            object.__setattr__(model, "lora_rank", 0)  # the config is frozen
+        mode, model, rank = self.rollout_mode, self.model_config, self.model_config.lora_rank
+        if not backup and mode == RolloutMode.HYBRID:
+            self.rollout_mode = RolloutMode.STANDALONE
+            if not self.lora_as_adapter:
+                object.__setattr__(model, "lora_rank", 0)  # the config is frozen
         try:
             yield
         finally:
