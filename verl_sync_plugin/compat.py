@@ -21,7 +21,6 @@ from verl_sync_plugin.errors import IncompatibleHostError, RegistryConflictError
 WITHOUT = "set VERL_USE_EXTERNAL_PLUGINS=none to run verl without plugins"
 MODE = "async"  # the other half of verl's key for rollout adapters, next to the rollout's name
 # The packages that take part in a sync
-SUPPORTED_VERL = ">=0.9,<0.11"
 STACK = ("verl-sync-plugin", "verl", "sglang", "torch", "transformers", "megatron-core", "megatron-bridge")
 
 
@@ -32,7 +31,7 @@ def offered(module: Any, name: str) -> Any:
     except AttributeError:
         raise IncompatibleHostError(
             f"verl {version_of('verl')} does not offer {module.__name__}.{name}. verl-sync-plugin supports verl "
-            f"{SUPPORTED_VERL}: pip install verl==0.9.1, or set VERL_USE_EXTERNAL_PLUGINS=none to run without plugins."
+            f">=0.9,<0.11: pip install verl==0.9.1, or {WITHOUT}."
         ) from None
 
 
@@ -78,11 +77,8 @@ def too_old() -> bool:
 
 @contextmanager
 def launch_shims() -> Iterator[None]:
-    """Lets verl 0.9.1 launch SGLang >= 0.5.21, whose ``ServerArgs`` is no dataclass any more.
-
-    verl asks ``dataclasses.fields(ServerArgs)`` for the names of its fields. Inside this context its server module
-    sees a ``dataclasses`` whose ``fields`` also knows msgspec structs.
-    """
+    """Context in which verl 0.9.1 can launch SGLang >= 0.5.21, whose ``ServerArgs`` is no dataclass any more: verl's
+    server module sees a ``dataclasses`` whose ``fields`` also knows msgspec structs."""
     from verl.workers.rollout.sglang_rollout import async_sglang_server as module
 
     if dataclasses.is_dataclass(module.ServerArgs):
@@ -132,8 +128,7 @@ async def weight_update_session(tokenizer_manager: Any) -> AsyncIterator[None]:
 
 
 def target_alone(request: type) -> dict[str, Any]:
-    """Returns the argument of SGLang's ``request`` class that keeps a draft model, which nobody trains, out of a weight
-    update."""
+    """The argument of SGLang's ``request`` that keeps a draft model, which nobody trains, out of a weight update."""
     fields = {field.name for field in _fields(request)}
     return {"selector": "target"} if "selector" in fields else {"disable_draft_model": True}
 
@@ -165,9 +160,7 @@ async def set_weight_version(tokenizer_manager: Any, version: str) -> None:
 
         request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
         await tokenizer_manager.update_weight_version(request)
-        return
-    update = getattr(tokenizer_manager, "_update_weight_version_if_provided", None)
-    if update is not None:
+    elif update := getattr(tokenizer_manager, "_update_weight_version_if_provided", None):
         update(version)
     else:
         tokenizer_manager.server_args.weight_version = version
@@ -180,10 +173,8 @@ def counts_versions(tokenizer_manager: Any) -> bool:
 
 
 def argument(tokenizer_manager: Any, name: str) -> Any:
-    """An argument of a running SGLang; ``None`` for one that this release does not have.
-
-    From 0.5.17 on, what is resolved or changed after the launch does not stand in ``server_args`` any more.
-    """
+    """An argument of a running SGLang; ``None`` for one that this release does not have. From 0.5.17 on, what is
+    resolved or changed after the launch does not stand in ``server_args`` any more."""
     try:
         return tokenizer_manager.config_value(name)
     except (AttributeError, ValueError):

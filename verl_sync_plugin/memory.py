@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides how much cached device memory the trainer hands back before the engine takes its own.
+"""Decides whether the trainer hands its cached device memory back before the engine takes its own.
 
-The allocator of the trainer keeps what it has freed. The engine is another process and cannot use that: when it resumes
-more than the device has free, its memory saver ends it. So stock verl empties the cache at both ends of every sync, and
-the next training step allocates all of it again. Here the cache stays while the device has enough free without it:
-what the engine is about to resume, and a reserve on top. When that is missing, all of the cache goes; handing back a
-part of it made no training step faster (``docs/design/memory.md``).
+An engine that resumes more than the device has free is ended by its memory saver; see ``docs/design/memory.md``.
 
-Why that is safe:
+The cache stays while the device has enough free without it: what the engine is about to resume, and a reserve. Else all
+of it goes; handing back a part made no training step faster. Why that is safe:
 
-- What the engine resumes has the same size in every step. It is measured where it happens, on this rank's device, in
-  the first syncs, during which the cache is always emptied; what else was allocated meanwhile only makes it larger.
-  What was freed meanwhile makes it smaller (an engine empties its cache when it flushes), so the most of several syncs
-  and of all ranks counts: all engines of a run are alike.
-- The reserve is for what the engine allocates outside of its saver, above all the activations while it generates:
-  1/``RESERVE_SHARE`` of the device, and never less than the engine's own estimate (``Estimate``). That is meant for any
-  model and load. An engine that says how much it really took (``engine/session.py``) gets twice the most of all
-  syncs and a gigabyte, and never less than 1/``LEAST_SHARE`` of the device. What it takes is bounded by its prefill
-  chunk, which the first rollouts usually fill; should one take more, the reserve grows with it.
-- The trainer's own allocations need none of this: its allocator frees its cache by itself before it gives up.
+- What the engine resumes has the same size in every step. It is measured on this rank's device in the first syncs,
+  during which the cache always goes; what else was allocated meanwhile only makes it larger. What was freed meanwhile
+  makes it smaller, so the most of several syncs and of all ranks counts: all engines of a run are alike.
+- The reserve is for what the engine allocates outside of its saver, above all activations: 1/``RESERVE_SHARE`` of the
+  device, and never less than the engine's own estimate (``Estimate``). An engine that says how much it really took
+  (``engine/session.py``) gets twice the most of all syncs and a gigabyte, and never less than 1/``LEAST_SHARE`` of the
+  device. Its prefill chunk bounds that, and the first rollouts usually fill one; the reserve grows with what it takes.
+- The trainer's own allocator frees its cache by itself before it gives up.
 - Nobody else's memory is counted on: next to another engine on the same device the cache always goes.
 """
 
@@ -80,24 +75,16 @@ def growth(used: Mapping[str, int]) -> Growth:
 
 
 class Room:
-    """One rank's knowledge of what its engine needs, and the decision whether to hand cached memory back.
-
-    Args:
-        read: the device's memory.
-        estimate: the engine's own, of what generating takes.
-        always: decide like stock verl.
-    """
+    """One rank's knowledge of what its engine needs, and the decision whether to hand cached memory back. ``read``
+    reads the device; ``estimate``: the engine's own, of what generating takes; ``always``: decide like stock verl."""
 
     def __init__(self, read: Callable[[], DeviceMemory | None], estimate: Estimate, always: bool = False) -> None:
-        self._read = read
-        self._estimate = estimate
-        self._always = always
+        self._read, self._estimate, self._always = read, estimate, always
         self._most: Growth = {}
-        self._syncs = 0
-        self._activations = 0
+        self._syncs = self._activations = 0
 
     def note_activations(self, nbytes: int) -> None:
-        """Takes in what this rank's engine rank allocated between two syncs; 0 when it does not know."""
+        """Takes in the bytes that this rank's engine rank allocated between two syncs; 0 when it does not know."""
         self._activations = max(self._activations, nbytes)
 
     @property
@@ -113,28 +100,18 @@ class Room:
                 self._most[resume] = max(grown, self._most.get(resume, grown))
 
     def make(self, resume: tuple[str, str], release: Callable[[], int], more: int = 0) -> int | None:
-        """Hands back the cache if the engine needs it for a resume.
-
-        Args:
-            resume: ``FIRST`` or ``REST``.
-            release: hands back everything and says how many bytes went.
-            more: bytes that the trainer allocates before that.
-
-        Returns:
-            Bytes that went; ``None`` when none had to.
-        """
+        """Hands back the cache if the engine needs it for a resume, ``FIRST`` or ``REST``. Returns the bytes that went;
+        ``None`` when none had to. ``release`` hands back everything and returns the bytes; ``more``: bytes that the
+        trainer allocates before the resume."""
         memory, grown = self._read(), self._most.get(resume, 0)
         if self._always or self.learning or memory is None or grown < 0:  # below 0 somebody else freed more
             return release()
-        short = grown + more + self._reserve(memory.total) > memory.free
+        reserve = max(memory.total // RESERVE_SHARE, self._estimate(memory.total))
+        if self._activations:
+            known = MEASURED_TIMES * self._activations + MEASURED_BESIDE
+            reserve = min(reserve, max(memory.total // LEAST_SHARE, known))
+        short = grown + more + reserve > memory.free
         return release() if short and memory.cached > 0 else None
-
-    def _reserve(self, total: int) -> int:
-        """The bytes that stay free for what the engine allocates while it generates, on a device of ``total`` bytes."""
-        most = max(total // RESERVE_SHARE, self._estimate(total))
-        if not self._activations:
-            return most
-        return min(most, max(total // LEAST_SHARE, MEASURED_TIMES * self._activations + MEASURED_BESIDE))
 
 
 def note_device_memory(report: SyncReport, device: torch.device, moment: str) -> None:
@@ -151,26 +128,24 @@ def measured(
     """Around a part of a sync: notes the device and host memory that it needs beyond what was held before it, in bytes,
     and the device's name; a higher value that is there stays. The device may fail at any call, which ``attempt`` keeps
     until ranks settle."""
-    cuda, host, before = device.type == "cuda", _peak_resident_bytes(), 0
+
+    def resident() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # the peak
+
+    def allocated(which: str) -> int:  # ``memory_allocated`` sorts all of torch's counters for one
+        return int(torch.cuda.memory_stats_as_nested_dict().get("allocated_bytes", {}).get("all", {}).get(which, 0))
+
+    cuda, host, before = device.type == "cuda", resident(), 0
     with attempt():
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-            before = _allocated("current")
+            before = allocated("current")
     yield
     with attempt():
-        report.peak_host_bytes = max(report.peak_host_bytes, _peak_resident_bytes() - host)
+        report.peak_host_bytes = max(report.peak_host_bytes, resident() - host)
         if cuda:
-            report.peak_device_bytes = max(report.peak_device_bytes, _allocated("peak") - before)
+            report.peak_device_bytes = max(report.peak_device_bytes, allocated("peak") - before)
             report.origin["device"] = torch.cuda.get_device_name()
-
-
-def _peak_resident_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _allocated(which: str) -> int:
-    """Reads a counter of torch's allocator; ``memory_allocated`` sorts all of them for one."""
-    return int(torch.cuda.memory_stats_as_nested_dict().get("allocated_bytes", {}).get("all", {}).get(which, 0))
 
 
 @contextmanager

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers everything with verl; the only module that writes to verl's registries.
-
-Loaded through the entry point group ``verl.plugins`` by every process that imports verl, so it must be quick: it
-imports nothing heavy, and what is heavy is registered by name or when verl imports it anyway.
+"""Registers everything with verl; the only module that writes to verl's registries. Every process that imports verl
+loads it, so it imports nothing heavy: that is registered by name, or when verl imports it anyway.
 
 Hazard: verl swallows an exception of a plugin at DEBUG level and goes on with its own code. A run that asked for this
 plugin must not end up there, so a failure ends the process instead.
@@ -42,7 +40,7 @@ def register() -> None:
     """Arranges for each registry of verl's to be written to when verl imports its module: importing these here would
     cost seconds in every process. One that verl has imported already is served at once."""
     hooks: dict[str, Callable[[Any], Any]] = {
-        "hydra": lambda _: _register_hydra(),
+        "hydra": _register_hydra,
         "verl.workers.rollout.base": _register_rollout,
         "verl.workers.rollout.replica": _register_replica,
         "verl.checkpoint_engine.base": _register_checkpoint_engine,
@@ -55,10 +53,13 @@ def register() -> None:
         wrapt.register_post_import_hook(hook, module)
 
 
-def _register_hydra() -> None:
-    from verl_sync_plugin.config import hydra_source
+def _register_hydra(_: Any) -> None:
+    from hydra.core.plugins import Plugins
 
-    hydra_source.register()
+    from verl_sync_plugin.config.hydra_source import SyncConfigSource, SyncSearchPath
+
+    Plugins.instance().register(SyncConfigSource)
+    Plugins.instance().register(SyncSearchPath)
 
 
 def _register_rollout(base: Any) -> None:
@@ -82,7 +83,7 @@ def _register_replica(replica: Any) -> None:
 
 def _register_checkpoint_engine(base: Any) -> None:
     compat.offered(base, "CheckpointEngineRegistry")
-    import verl_sync_plugin.hooks.separate  # noqa: F401  (registers on import)
+    importlib.import_module("verl_sync_plugin.hooks.separate")  # registers on import
 
 
 def _register_engines(module: str, strategies: str, _: Any) -> None:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:  # what reads report files later needs no torch
 # In the order of a training step; "phase" is their sum. "before" and "after" make room in device memory, "barrier" is
 # the wait for the other ranks to have done so. These three and "offload" are there where our worker runs
 # (hooks/worker.py); elsewhere verl does the same around us, and it is in verl's timing_s/update_weights alone.
+# "resume_weights" is what is left of that wait after what is packed meanwhile, which counts in "update_weights".
 PHASE_STAGES = ("sleep", "before", "resume_weights", "update_weights", "offload", "after", "barrier", "resume_kv")
 # All other stages are parts of update_weights, on the reporting rank; "engine_load" is the engine's time and overlaps
 # with the others. "open" makes the sharding manager, in the first sync only.
-# What is packed while the engine resumes its weights counts in update_weights; resume_weights is the rest of that wait
 MAX_SPANS = 1024  # of one sync, some 40 bytes each in the report file
 REPORT_FILE_VARIABLE = "VERL_SYNC_REPORT_FILE"
 EVENT = "sync_report"  # marks our lines in that file
@@ -69,13 +69,11 @@ class SyncReport:
     coverage_missing: int = 0  # how many of them a sync does not write completely
     replayed_tensors: int = 0  # HF tensors that went by the load map instead of the engine's ``load_weights``
     own_bytes: int = 0  # what the engine rank read on its own device, from its own trainer rank
-    # what it read from the memory of other ranks; of a separate rollout all but what was sent to its own rollout rank
-    peer_bytes: int = 0
+    peer_bytes: int = 0  # what it read from other ranks' memory; if separate, all but what its own rollout rank got
     gathered_bytes: int = 0  # of buckets that were broadcast: what other ranks packed
     network_bytes: int = 0  # what this rank received of segments that ranks of other hosts packed
     direct_bytes: int = 0  # of own and peer: what the engine rank read from parameters where they lie
-    # the most that the engine allocated beyond what it keeps since the sync before; 0 when unknown
-    activation_bytes: int = 0
+    activation_bytes: int = 0  # the most that the engine allocated on top since the sync before; 0 when unknown
     verified_tensors: int = 0  # compared with the engines' own parameters; 0 in a sync that is not verified
     not_comparable: int = 0  # tensors of which that cannot be compared
     no_room: str = ""  # why an engine rank could not find out where its tensors lie
@@ -168,8 +166,8 @@ def size_text(nbytes: float) -> str:
 
 
 def write_report(report: SyncReport) -> None:
-    """Writes one line into the log, and one JSON line into the file named by ``VERL_SYNC_REPORT_FILE``, if any; a
-    process's first line in it also has the versions of the packages here."""
+    """Writes one line into the log, and one JSON line into the file that ``VERL_SYNC_REPORT_FILE`` names; a process's
+    first line in it also has the versions of the packages here."""
     say(report.line())
     path = os.environ.get(REPORT_FILE_VARIABLE)
     if not path:
@@ -188,14 +186,13 @@ def write_report(report: SyncReport) -> None:
 def timing_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Seconds by ``sync/<stage>`` for verl's ``timing_raw``, from the ``SyncReport.as_dict`` of each replica's leader:
     the slowest replica counts."""
-    names = {name for report in reports for name in report["stages"]}
-    timing = {f"sync/{name}": max(report["stages"].get(name, 0.0) for report in reports) for name in sorted(names)}
-    timing["sync/phase"] = max(SyncReport(**report).phase_seconds for report in reports)
-    return timing
+    names = sorted({name for report in reports for name in report["stages"]})
+    slowest = {f"sync/{name}": max(report["stages"].get(name, 0.0) for report in reports) for name in names}
+    return {**slowest, "sync/phase": max(SyncReport(**report).phase_seconds for report in reports)}
 
 
 def metrics_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """``sync/...`` metrics of all replicas, from the ``SyncReport.as_dict`` of each replica's leader."""
+    """``sync/...`` metrics of all replicas, from the same."""
     built = [SyncReport(**report) for report in reports]
     named = {"bytes": "nbytes", "weight_version": "global_steps"}
     return {ACTIVE: 1.0} | {
@@ -214,7 +211,7 @@ def sent(report: Mapping[str, Any]) -> dict[str, float]:
 
 
 def expect_metrics() -> None:
-    """Notes that a trainer of the plugin is being built in this process, which takes the reports."""
+    """Notes that a trainer of the plugin, which takes the reports, is being built in this process."""
     _said.add("metrics")
 
 
@@ -240,10 +237,8 @@ def say_who_moves(report: SyncReport) -> None:
 
 @contextmanager
 def progress(report: SyncReport, speaks: bool) -> Iterator[None]:
-    """Says every few seconds of a long sync how far it has come. One rank of a run speaks.
-
-    A thread does so, since the sync itself may be waiting for an engine or a device, which is when one wants to know.
-    """
+    """Says every few seconds of a long sync how far it has come; one rank of a run ``speaks``. A thread does so, since
+    the sync itself may be waiting for an engine or a device, which is when one wants to know."""
     over, started = threading.Event(), time.monotonic()
 
     def watch() -> None:
@@ -262,14 +257,11 @@ def progress(report: SyncReport, speaks: bool) -> Iterator[None]:
 
 
 def progress_line(report: SyncReport, seconds: float) -> str:
-    parts = [f"sync of step {report.global_steps}: {seconds:.0f} s so far"]
-    if report.handed_over is None:
-        parts.append("no bucket handed over yet")
-    else:
+    done, stages = "no bucket handed over yet", list(report.under_way)
+    if report.handed_over is not None:
         plan, index = report.handed_over
-        done = len(plan.buckets) if index < 0 else index + 1  # all at once, where parameters are read in place
-        sent = min(sum(bucket.nbytes for bucket in plan.buckets[:done]), plan.nbytes)
-        parts.append(f"bucket {done} of {len(plan.buckets)}, {sent / 1e9:.2f} of {plan.nbytes / 1e9:.2f} GB")
-    if stages := list(report.under_way):
-        parts.append(f"now in {stages[-1]}")
-    return ", ".join(parts)
+        count = len(plan.buckets) if index < 0 else index + 1  # all at once, where parameters are read in place
+        sent = min(sum(bucket.nbytes for bucket in plan.buckets[:count]), plan.nbytes)
+        done = f"bucket {count} of {len(plan.buckets)}, {sent / 1e9:.2f} of {plan.nbytes / 1e9:.2f} GB"
+    now = f", now in {stages[-1]}" if stages else ""
+    return f"sync of step {report.global_steps}: {seconds:.0f} s so far, {done}{now}"

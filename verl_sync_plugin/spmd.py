@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``SpmdRollout``: engines next to the ranks of a script that ``torchrun`` starts.
-
-Its syncs are those of every colocated run (``sync/``), with the script's model in place of verl's training engine.
-After the class: its arguments, which ranks share an engine, prompts in and responses out.
-"""
+"""``SpmdRollout``: engines next to the ranks of a script that ``torchrun`` starts. Its syncs are those of every
+colocated run (``sync/``), with the script's model in place of verl's training engine."""
 
 from __future__ import annotations
 
@@ -87,10 +84,8 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
     ) -> None:
         if not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-        self.device = trainer_device()
+        self.device, self._open, self._closed = trainer_device(), ExitStack(), False  # ``close`` ends what is open
         self.report: SyncReport | None = None  # of the last sync
-        self._open = ExitStack()  # what ``close`` ends
-        self._closed = False
         self._ask: Call | None = None  # on ranks that own an engine
         self._released: set[str] = set()
         self._version: int | None = None
@@ -161,7 +156,7 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
 
     def _call(self, what: str, method: str, *arguments: Any) -> Any:
         """Calls a method of the server on all engines, and returns the answer of this rank's, once all have answered;
-        ``None`` where it owns none. Collective. Raises RolloutError, the same on all ranks, where any failed."""
+        ``None`` where it owns none. Collective."""
         with errors(what):
             return self._awaited(what, None if self._ask is None else self._ask(method, *arguments))
 
@@ -176,11 +171,9 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
                 return answer
 
     def sync_weights(self, source: LiveSource | Any, version: int | None = None) -> SyncReport:
-        """Moves the trainer's weights into the engines: the phase of a colocated run, with its hashes and proofs.
-
-        Weights that are released are resumed on the way; a KV cache that is released stays so. Returns this rank's
-        report. Raises SyncError, the same on all ranks, where any rank or engine failed: the trainer's weights are as
-        before, and the engines generate nothing until a sync succeeds.
+        """Moves the trainer's weights into the engines, with hashes and proofs; returns this rank's report. Weights
+        that are released are resumed on the way; a KV cache that is released stays so. Raises SyncError where any rank
+        or engine failed: the trainer's weights are as before, and the engines generate nothing until a sync succeeds.
 
         Args:
             source: an ``fully_shard``-ed, FSDP1, DDP or plain module of transformers, PEFT's adapters in it merged on
@@ -217,28 +210,31 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
 
     def release_weights(self) -> None:
         """Gives the memory of the engine's weights back; CUDA graphs stay. The next sync resumes it."""
-        self._change_memory("release", "release_tags", WEIGHTS)
+        self._release(WEIGHTS)
 
     def resume_weights(self) -> None:
         """Takes the memory of the weights again, without their content; a sync does so by itself."""
-        self._change_memory("resume", "wake", WEIGHTS)
+        self._resume(WEIGHTS)
 
     def release_kv(self) -> None:
         """Gives the memory of the KV cache back; CUDA graphs stay."""
-        self._change_memory("release", "release_tags", KV_CACHE)
+        self._release(KV_CACHE)
 
     def resume_kv(self) -> None:
         """Takes the memory of the KV cache again."""
-        self._change_memory("resume", "wake", KV_CACHE)
+        self._resume(KV_CACHE)
 
-    def _change_memory(self, action: str, method: str, tag: str) -> None:
-        what = f"{action} of {tag}"
+    def _release(self, tag: str) -> None:
         self._refuse_closed()
-        with errors(what):
-            if action == "resume":
-                self._agreement.step("making room for the engine", lambda: release_cache(self.device))
-            self._call(what, method, [tag])
-        (self._released.add if action == "release" else self._released.discard)(tag)
+        self._call(f"release of {tag}", "release_tags", [tag])
+        self._released.add(tag)
+
+    def _resume(self, tag: str) -> None:
+        self._refuse_closed()
+        with errors(f"resume of {tag}"):
+            self._agreement.step("making room for the engine", lambda: release_cache(self.device))
+        self._call(f"resume of {tag}", "wake", [tag])
+        self._released.discard(tag)
 
     def generate(
         self,
@@ -389,24 +385,19 @@ def check_groups(everywhere: Sequence[tuple[int, ...]], places: Sequence[Place])
                 f"the engine of ranks {ranks} would be on the hosts {', '.join(sorted(hosts))}, and SpmdRollout "
                 "launches none on several. Use a tensor_parallel_size of at most the GPUs of one host."
             )
-    taken: dict[Place, int] = {}
-    for rank, place in enumerate(places):
-        host, device = place
-        if device and place in taken:
+    for rank, (host, device) in enumerate(places):
+        if device and (first := places.index((host, device))) < rank:
             raise ValueError(
-                f"ranks {taken[place]} and {rank} are both on GPU {device} of {host}. Call "
+                f"ranks {first} and {rank} are both on GPU {device} of {host}. Call "
                 "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before SpmdRollout."
             )
-        taken[place] = rank
 
 
 @dataclass(frozen=True)
 class Generated:
-    """Prompts and responses of one ``generate``, the same on all ranks of an engine; on the rank's device.
-
-    ``N`` is prompts times ``n``, the responses to one prompt next to each other; ``P`` and ``R`` are the longest prompt
-    and the longest response. Masks are False where padded.
-    """
+    """Prompts and responses of one ``generate``, the same on all ranks of an engine; on the rank's device. ``N`` is
+    prompts times ``n``, the responses to one prompt next to each other; ``P`` and ``R`` are the longest prompt and the
+    longest response. Masks are False where padded."""
 
     prompt_ids: torch.Tensor  # int64 of shape (N, P), padded on the left
     prompt_mask: torch.Tensor
@@ -450,10 +441,9 @@ def request_of(
         times = given.pop("n", 1)
         if not _whole(times, 1):
             raise ValueError(f"sampling['n']={times!r}: use a number of responses from 1 on.")
-        for unserved in ("stop", "stop_regex", "min_new_tokens", "json_schema", "regex", "ebnf"):
-            if given.get(unserved):
-                remedy = "Use stop_token_ids." if unserved.startswith("stop") else "Leave it out."
-                raise ValueError(f"sampling[{unserved!r}]={given[unserved]!r}: needs a tokenizer. {remedy}")
+        for key in filter(given.get, ("stop", "stop_regex", "min_new_tokens", "json_schema", "regex", "ebnf")):
+            remedy = "Use stop_token_ids." if key.startswith("stop") else "Leave it out."
+            raise ValueError(f"sampling[{key!r}]={given[key]!r}: needs a tokenizer. {remedy}")
         asked += [prompt] * times
         parameters += [given] * times
     return asked, parameters

@@ -44,8 +44,8 @@ def test_healthy_stack_is_ready(tmp_path: Path, tiny_model: Any) -> None:
     model = f"actor_rollout_ref.model.path={tiny_model('qwen2')}"
     told = doctor(tmp_path, "--", *COMMAND.split(), model, f"{ROLLOUT}.quantization=fp8", VERL_PLATFORM="")
     assert told.code == 0 and told.found["ready"] and not told.bad, told.bad
-    hooks = [check for check in told.findings if check.startswith("hook/")]
-    assert hooks == [f"hook/{name}" for name in probe.HOOKS]
+    assert told.findings["hooks"]["text"] == f"{len(probe.HOOKS)} hooks of verl and SGLang are ours"
+    assert not [check for check in told.findings if check.startswith("hook/")]
     assert told.findings["overrides"]["text"] == "weight sync on"
     # as the log of a run with it
     assert told.findings["model"]["text"].startswith("Qwen2ForCausalLM is served; a sync sends 27 tensors, 0.23 MB")

@@ -27,6 +27,10 @@ from pathlib import Path
 from platform import python_version
 from typing import Any
 
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_version
+from packaging.version import InvalidVersion
+
 from verl_sync_plugin import build
 
 OK, WARNING, PROBLEM = LEVELS = ("ok", "warning", "problem")  # from harmless to grave
@@ -53,13 +57,11 @@ ALLOCATOR_VARIABLES, CUMEM = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), 
 SHM, LEAST_SHM_GIB = Path("/dev/shm"), 1.0  # Docker gives 64 MiB; NCCL and Ray's object store need more
 LEAST_FILES = 4096  # Ray warns below 65536; SGLang, Ray and the connections of a sync together need thousands
 NOT_LOADED = "importing verl does not load the plugin, so stock verl moves the weights"
-PATTERN = 0x5A
 OPEN_IPC = """
 import pickle, sys, torch
 import verl_sync_plugin.transport.memory as cuda_ipc
-with open(sys.argv[1], "rb") as file:
-    flat = cuda_ipc.open_staging(pickle.load(file))
-assert int(flat.sum().item()) == flat.numel() * {pattern}, "read other bytes than were written"
+flat = cuda_ipc.open_staging(pickle.load(sys.stdin.buffer))
+assert int(flat.sum().item()) == flat.numel() * 0x5A, "read other bytes than were written"
 """
 Versions = Mapping[str, str | None]
 
@@ -109,8 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_node(overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Looks at this machine and environment. Returns ``versions`` by package, ``machine``, ``run`` (who moves the
-    weights of a run with the overrides; ``None`` without any) and ``findings``."""
+    """Looks at this machine and environment. Returns a node of the JSON (docs/doctor.md) but for name and address."""
     versions, machine = installed(), read_machine()
     platform = platform_of(os.environ.get(PLATFORM), machine)
     probed = probe(overrides, platform)
@@ -129,16 +130,14 @@ def check_node(overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def platform_of(given: str | None, machine: Mapping[str, Any]) -> str:
-    """The platform that verl is looked at with: the one that ``VERL_PLATFORM`` names, or ``cpu`` in the environment of
-    the quickstart, whose torch has no CUDA."""
+    """``VERL_PLATFORM`` of the probe: as given, or ``cpu`` in the quickstart's environment, where torch has no CUDA."""
     if given or machine["gpus"] or machine["torch_device"]:
         return (given or "").strip().lower()
     return "cpu" if _version(CPU_STACK) else ""
 
 
 def installed() -> dict[str, str | None]:
-    """The version of each package, ``None`` where it is not installed; also this Python's, and the plugin's with its
-    commit."""
+    """The version of each package, ``None`` where it is not installed; the plugin's with its commit."""
     return {PLUGIN: build(), "python": python_version(), **{package: _version(package) for package in PACKAGES}}
 
 
@@ -157,7 +156,7 @@ def check_versions(versions: Versions, imported: Versions) -> Iterator[Finding]:
             yield problem(check, f"{package} is not installed", remedy)
             continue
         code = imported.get(package) or version
-        if _public(version) != _public(code):
+        if len({canonicalize_version(each).partition("+")[0] for each in (version, code)}) > 1:  # but for local labels
             text = f"the metadata of {package} say {version}, and the code that is imported says {code}"
             yield problem(check, text, f"keep one installation of {package}: {remedy}")
         if not _within(accepted, version):
@@ -169,24 +168,9 @@ def check_versions(versions: Versions, imported: Versions) -> Iterator[Finding]:
             yield ok(check, f"{package} {version}")
 
 
-def canonical(version: str) -> str:
-    """A version in the one spelling that PEP 440 has for it: ``0.10.0.dev`` is ``0.10.dev0``, and ``0.9.0`` is ``0.9``.
-    What is no version stays as it is."""
-    from packaging.utils import canonicalize_version
-
-    return canonicalize_version(version)
-
-
-def _public(version: str) -> str:
-    return canonical(version).partition("+")[0]  # without the label of a local build
-
-
 def _within(specifiers: str, version: str) -> bool:
-    from packaging.specifiers import SpecifierSet
-    from packaging.version import InvalidVersion
-
     try:
-        return SpecifierSet(specifiers).contains(_public(version), prereleases=True)
+        return SpecifierSet(specifiers).contains(version, prereleases=True)
     except InvalidVersion:  # a build of one's own
         return False
 
@@ -231,7 +215,7 @@ def probe(overrides: Sequence[str], platform: str) -> dict[str, Any]:
 
 
 def _last_line(text: str) -> str:
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "")
+    return (text.strip().splitlines() or [""])[-1]
 
 
 def read_machine() -> dict[str, Any]:
@@ -267,14 +251,12 @@ def _ipc_error() -> str:
 
     try:
         staging = CudaIpcStaging(torch.device("cuda", 0), 1, 1 << 20)
-        staging.memory.fill_(PATTERN)
+        staging.memory.fill_(0x5A)
         torch.cuda.synchronize(0)
-        with tempfile.NamedTemporaryFile(suffix=".pickle") as file:
-            file.write(pickle.dumps(staging.export()))
-            file.flush()
-            command = [sys.executable, "-c", OPEN_IPC.format(pattern=PATTERN), file.name]
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=IPC_SECONDS, check=False)
-        return "" if ended.returncode == 0 else _last_line(ended.stderr) or f"exit status {ended.returncode}"
+        command, export = [sys.executable, "-c", OPEN_IPC], pickle.dumps(staging.export())
+        ended = subprocess.run(command, input=export, capture_output=True, timeout=IPC_SECONDS, check=False)
+        said = _last_line(ended.stderr.decode(errors="replace")) or f"exit status {ended.returncode}"
+        return said if ended.returncode else ""
     except Exception as error:
         return " ".join(f"{type(error).__name__}: {error}".split())
 
@@ -292,8 +274,17 @@ def check_machine(read: Mapping[str, Any], on_cpu: bool) -> Iterator[Finding]:
             yield problem("cuda-ipc", f"another process cannot open memory of GPU 0: {read['cuda_ipc']}", remedy)
         else:
             yield ok("cuda-ipc", "another process read what this one wrote on GPU 0")
+    elif on_cpu:
+        yield ok("gpu", "none is used: verl's platform here is the CPU")
+    elif not read["driver"]:
+        remedy = "run the doctor on a node with GPUs, or with --ray on all of a cluster; VERL_PLATFORM=cpu is for CPUs"
+        yield warning("gpu", "no GPU and no driver on this machine: fine for a node that only starts runs", remedy)
+    elif not read["torch_device"]:
+        text = "there is a driver, and torch is a build without CUDA"
+        yield problem("gpu", text, "install the torch that SGLang names, a build with CUDA")
     else:
-        yield _no_gpu(read, on_cpu)
+        text = f"there is a driver, and torch with CUDA {read['torch_device']} sees no GPU"
+        yield problem("gpu", text, "look at CUDA_VISIBLE_DEVICES, at the container's --gpus, and at nvidia-smi")
     variables, shm, files = read["variables"], read["shm_bytes"] or {"size": 0, "free": 0}, read["nofile"]
     for name in ALLOCATOR_VARIABLES:
         if re.search(r"expandable_segments:(true|1)\b", (variables[name] or "").replace(" ", "").lower()):
@@ -318,24 +309,9 @@ def check_machine(read: Mapping[str, Any], on_cpu: bool) -> Iterator[Finding]:
         yield ok("ulimit/nofile", "unlimited" if files is None else str(files))
 
 
-def _no_gpu(read: Mapping[str, Any], on_cpu: bool) -> Finding:
-    if on_cpu:
-        return ok("gpu", "none is used: verl's platform here is the CPU")
-    if not read["driver"]:
-        text = "no GPU and no driver on this machine: fine for a node that only starts runs"
-        remedy = "run the doctor on a node with GPUs, or with --ray on all nodes of a cluster; "
-        return warning("gpu", text, f"{remedy}VERL_PLATFORM=cpu is for CPUs")
-    if not read["torch_device"]:
-        text = "there is a driver, and torch is a build without CUDA"
-        return problem("gpu", text, "install the torch that SGLang names, a build with CUDA")
-    text = f"there is a driver, and torch with CUDA {read['torch_device']} sees no GPU"
-    return problem("gpu", text, "look at CUDA_VISIBLE_DEVICES, at the container's --gpus, and at nvidia-smi")
-
-
 def check_cluster(address: str) -> Iterator[dict[str, Any]]:
-    """``check_node`` of every node alive of a Ray cluster, with its name (``node``) and ``address``. A node that cannot
-    run it, because the plugin is not installed there for example, has a finding that says so. Raises
-    ConnectionError, and says why, where there is no cluster, or it is of another version."""
+    """``check_node`` of every node alive of a Ray cluster, with its name (``node``) and ``address``; a finding says
+    where a node cannot run it. Raises ConnectionError where there is no cluster, or it is of another version."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -381,7 +357,7 @@ def differences(nodes: Sequence[tuple[str, Versions]]) -> list[Finding]:
         there: dict[str, tuple[str, list[str]]] = {}
         for node, versions in nodes:
             version = versions.get(package) or "none"
-            there.setdefault(canonical(version), (version, []))[1].append(node)
+            there.setdefault(canonicalize_version(version), (version, []))[1].append(node)
         if len(there) > 1:
             level = problem if package in SAME_EVERYWHERE else warning
             text = "; ".join(f"{version} on {', '.join(at)}" for version, at in there.values())

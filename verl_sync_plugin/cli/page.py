@@ -47,13 +47,12 @@ th:first-child { text-align: left; padding-left: 0; } thead th { color: #5f6873;
 
 def page_of(runs: Sequence[Run]) -> str:
     """The page of the first run as HTML, next to another, if one is given."""
-    heads = [f"<h1>{escape(title_of(run))}</h1>{verdict_of(run)}<p>{escape(_source_of(run))}</p>" for run in runs]
-    head, every = "<p>compared with</p>".join(heads), _syncs(runs[0])
-    parts = [head, _charts(runs), _numbers(runs), f"<details><summary>All syncs</summary>{every}</details>"]
+    head, every = "<p>compared with</p>".join(map(_head, runs)), _syncs(runs[0])
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title_of(runs[0]))}</title><style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+        f"<title>{escape(title_of(runs[0]))}</title><style>{STYLE}</style></head><body>{head}{_charts(runs)}"
+        f"{_numbers(runs)}<details><summary>All syncs</summary>{every}</details></body></html>\n"
     )
 
 
@@ -65,8 +64,8 @@ def title_of(run: Run) -> str:
     return f"{of.get('model', 'Weight syncs')}{pair} on {of.get('ranks', '?')} × {of['device']}, {day:%Y-%m-%d}"
 
 
-def verdict_of(run: Run) -> str:
-    """Says what went wrong, or how the syncs were proven, and how long they took."""
+def _head(run: Run) -> str:
+    """Says what went wrong, or how the syncs were proven, how long they took, and of which file the run is."""
     steps = {
         name: [sync.step for sync in run.syncs if any(getattr(report, name) for report in sync.reports)]
         for name in (*WRONG, "hashed_tensors", "verified_tensors")
@@ -77,15 +76,11 @@ def verdict_of(run: Run) -> str:
     text = f"{total} syncs, median {seconds(run.median())}, slowest {seconds(run.slowest.seconds)} "
     text += f"(step {run.slowest.step}), first {seconds(run.syncs[0].seconds)}; "
     text += "; ".join(wrong) or ("all verified" if verified == total else proof)
-    return f'<p class="{"bad" if wrong else "good"}">{escape(text)}.</p>'
-
-
-def _source_of(run: Run) -> str:
     last, versions = run.syncs[-1].slowest, ", ".join(f"{name} {version}" for name, version in run.versions.items())
-    return (
-        f"{last.manager}: steps {run.syncs[0].step} to {last.global_steps}, {last.tensors} tensors, "
-        f"{_scaled(last.nbytes, 'B')} in each. Versions: {versions or 'unknown'}. Here: {run.source}."
-    )
+    source = f"{last.manager}: steps {run.syncs[0].step} to {last.global_steps}, {last.tensors} tensors, "
+    source += f"{_scaled(last.nbytes, 'B')} in each. Versions: {versions or 'unknown'}. Here: {run.source}."
+    verdict = f'<p class="{"bad" if wrong else "good"}">{escape(text)}.</p>'
+    return f"<h1>{escape(title_of(run))}</h1>{verdict}<p>{escape(source)}</p>"
 
 
 def seconds(value: float, _: object = None) -> str:
@@ -208,7 +203,7 @@ def _used(syncs: Sequence[Sync]) -> list[str]:
 def _table(name: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table; the first cell of a row is its heading."""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    body = "".join(
-        f"<tr><th>{escape(row[0])}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in row[1:])}</tr>" for row in rows
-    )
+    body = ""
+    for heading, *cells in rows:
+        body += f"<tr><th>{escape(heading)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
     return f'<div><table id="{name}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'

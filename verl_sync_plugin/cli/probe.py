@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads every hook of the plugin as a process of verl's does, and judges the overrides of a run; Ray is not started.
+"""Loads every hook of the plugin as a process of verl's does, and judges the overrides of a run, without Ray.
 
-Runs in a process of its own: ``python -m verl_sync_plugin.cli.probe FILE [OVERRIDE ...]``. It must not import the
-plugin's modules before verl had the chance to load them, so each is imported where it is looked at.
+``python -m verl_sync_plugin.cli.probe FILE [OVERRIDE ...]`` is a process of its own. It must not import the plugin's
+modules before verl had the chance to load them, so each is imported where it is looked at.
 """
 
 from __future__ import annotations
@@ -35,11 +35,6 @@ Entry = tuple[str, Any, Any]  # of a registry of verl's: its name, what it holds
 def _ours(where: str) -> Any:
     module, _, name = where.rpartition(".")
     return getattr(importlib.import_module(f"verl_sync_plugin.{module}"), name)
-
-
-def _imported(where: str) -> tuple[()]:
-    _ours(where)
-    return ()
 
 
 def hydra_keys() -> Iterator[Entry]:
@@ -114,12 +109,12 @@ def engine_loader() -> tuple[()]:
 # In the order in which a run meets them. The engine comes last: its import is the longest, and changes torch.
 HOOKS: dict[str, Callable[[], Iterable[Entry]]] = {
     "hydra-keys": hydra_keys,
-    "rollout-config": partial(_imported, "hooks.driver.SyncRolloutConfig"),
+    "rollout-config": lambda: _ours("hooks.driver.SyncRolloutConfig") and (),
     "training-engines": partial(training_engines, ("fsdp", "fsdp2"), "engines.SyncFSDP"),
     "megatron-engine": megatron_engine,
     "checkpoint-engine": checkpoint_engine,
     "trainers": trainers,
-    "workers": partial(_imported, "hooks.worker.OURS"),
+    "workers": lambda: _ours("hooks.worker.OURS") and (),
     "rollout-adapter": rollout_adapter,
     "rollout-replica": rollout_replica,
     "engine-loader": engine_loader,
@@ -129,7 +124,7 @@ OF_THE_ENGINE = {"rollout-adapter", "rollout-replica", "engine-loader"}  # hooks
 
 def probe(overrides: Sequence[str]) -> dict[str, Any]:
     """Imports verl, then looks at every hook, and at overrides. Returns the ``__version__`` of ``verl``, ``run`` (of
-    ``lint``), and ``findings``: of each hook, or of what keeps the plugin from being loaded."""
+    ``lint``), and ``findings``."""
     result: dict[str, Any] = {"verl": None, "run": None}
     spoken, found = io.StringIO(), list[Finding]()
     try:
@@ -152,9 +147,9 @@ def probe(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def check_hooks(hooks: Mapping[str, Callable[[], Iterable[Entry]]], versions: doctor.Versions) -> Iterator[Finding]:
-    """A finding of each hook that is active, and of each cause that keeps hooks from being so. A package that is not
-    installed is none: its version says so."""
-    alike: dict[str, tuple[BaseException, list[str]]] = {}
+    """One finding where all hooks are active; else one of each cause that keeps some from being so. A package that is
+    not installed is none: its version says so."""
+    active, alike = 0, dict[str, tuple[BaseException, list[str]]]()
     for name, hook in hooks.items():
         try:
             wrong = [f"{what} is {describe(found)}" for what, found, ours in hook() if found != ours]
@@ -162,13 +157,17 @@ def check_hooks(hooks: Mapping[str, Callable[[], Iterable[Entry]]], versions: do
             first = _first(error)
             alike.setdefault(f"{type(first).__name__}: {first}", (error, []))[1].append(name)
         else:
-            remedy = REINSTALL if any(each.endswith(NOT_THERE) for each in wrong) else OTHER_PLUGIN
-            yield problem(f"hook/{name}", "; ".join(wrong), remedy) if wrong else ok(f"hook/{name}", "active")
+            active += not wrong
+            if wrong:
+                remedy = REINSTALL if any(each.endswith(NOT_THERE) for each in wrong) else OTHER_PLUGIN
+                yield problem(f"hook/{name}", "; ".join(wrong), remedy)
     for cause, names in alike.values():
-        missing = getattr(_first(cause), "name", None) if isinstance(_first(cause), ModuleNotFoundError) else None
-        package = (missing or "").partition(".")[0]
+        first = _first(cause)
+        package = str(first.name).partition(".")[0] if isinstance(first, ModuleNotFoundError) and first.name else ""
         if package not in doctor.RANGES or versions[package] is not None:
             yield _failed(cause, names, package)
+    if active == len(hooks):
+        yield ok("hooks", f"{active} hooks of verl and SGLang are ours")
 
 
 def describe(found: Any) -> str:
@@ -193,8 +192,11 @@ def _failed(error: BaseException, names: list[str], missing: str) -> Finding:
     packages = [name.partition("site-packages/")[2].partition("/")[0] for name in files]
     # What torch refuses is not torch's fault, but of the package that asked for it
     package = next((each for each in reversed(packages) if each and each != "torch"), "")
-    if OF_THE_ENGINE.issuperset(names) and not _has_device():
-        return warning(check, f"{text}; no GPU is visible here", "run the doctor on a node with GPUs")
+    if OF_THE_ENGINE.issuperset(names):
+        import torch
+
+        if not torch.cuda.is_available() and os.environ.get(doctor.PLATFORM, "").strip().lower() != "cpu":
+            return warning(check, f"{text}; no GPU is visible here", "run the doctor on a node with GPUs")
     if missing and missing != "verl_sync_plugin":
         remedy = f"install what {missing!r} belongs to"
     elif files and "verl_sync_plugin" in files[-1]:
@@ -212,12 +214,6 @@ def _known_remedy(text: str) -> str:
     return "pip install verl==0.9.1, which the plugin is made for" if "does not offer" in text else ""
 
 
-def _has_device() -> bool:
-    import torch
-
-    return torch.cuda.is_available() or os.environ.get(doctor.PLATFORM, "").strip().lower() == "cpu"
-
-
 def _first(error: BaseException) -> BaseException:
     """The error that all others were raised from: transformers wraps whatever stops an import of its own."""
     while following := error.__cause__ or error.__context__:
@@ -232,8 +228,8 @@ def _one_line(error: BaseException) -> str:
 
 
 def parse(words: Sequence[str]) -> tuple[str, str, list[str]]:
-    """Reads a list of overrides, or a whole command that was pasted: the file name of the main without ``.py``,
-    the name of the config, Hydra's overrides. Raises ValueError for another option."""
+    """Reads a list of overrides, or a whole command that was pasted: file name of the main without ``.py``, name of the
+    config, Hydra's overrides. Raises ValueError for another option."""
     rest, program = list(words[words.index("-m") + 1 :] if "-m" in words else words), "main_ppo"
     if rest and (rest[0].startswith("verl.") or rest[0].endswith(".py")):
         program = rest.pop(0).removesuffix(".py").replace("/", ".").rpartition(".")[2]
@@ -246,8 +242,7 @@ def parse(words: Sequence[str]) -> tuple[str, str, list[str]]:
 
 
 def lint(words: Sequence[str]) -> dict[str, Any]:
-    """Judges a run with these overrides as its driver does, and as every worker builds its rollout's config. ``line``
-    says who moves the weights, ``findings`` are dictionaries."""
+    """Judges a run with these overrides as its driver and its workers do; ``line`` says who moves the weights."""
     import hydra
     from hydra.core.global_hydra import GlobalHydra
     from verl.utils.config import omega_conf_to_dataclass

@@ -17,6 +17,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from verl_sync_plugin.errors import RolloutError, SyncError
 from verl_sync_plugin.log import some
 
 if TYPE_CHECKING:
@@ -74,9 +75,17 @@ def run(arguments: argparse.Namespace) -> int:
             f"--tp {tp} with {world} processes: start as many as the engine has ranks, with torchrun "
             f"--nproc-per-node {tp} -m verl_sync_plugin.cli prove {model} --tp {tp}"
         )
+    import torch
+
+    checks: list[Check] = []
     reports: list[SyncReport] = []
-    with _output_for_json() if arguments.json else nullcontext():
-        checks = prove(arguments, reports)
+    with _output_for_json() if arguments.json else nullcontext(), _world():
+        try:
+            prove(arguments, checks, reports)
+        except (RolloutError, SyncError, torch.OutOfMemoryError, MemoryError) as error:  # ends the checks, as the last
+            text = " ".join(f"{error}".split()) or type(error).__name__
+            memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or _OUT_OF_MEMORY.search(text)
+            checks.append(Check("the run", False, f"{text} {_MORE_ROOM}" if memory else text))
     passed = all(check.passed for check in checks)
     if os.environ.get("RANK", "0") == "0":
         found = {
@@ -119,24 +128,6 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join([*lines, "", verdict])
 
 
-def prove(options: argparse.Namespace, reports: list[SyncReport]) -> list[Check]:
-    """Runs all checks; what fails ends them, and is the last one. Appends the syncs' reports. Collective over the
-    processes of torchrun."""
-    import torch
-
-    from verl_sync_plugin.errors import RolloutError, SyncError
-
-    checks: list[Check] = []
-    with _world():
-        try:
-            _prove(options, checks, reports)
-        except (RolloutError, SyncError, torch.OutOfMemoryError, MemoryError) as error:
-            text = " ".join(f"{error}".split()) or type(error).__name__
-            memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or _OUT_OF_MEMORY.search(text)
-            checks.append(Check("the run", False, f"{text} {_MORE_ROOM}" if memory else text))
-    return checks
-
-
 @contextmanager
 def _world() -> Iterator[None]:
     """The process group: torchrun's, or one of this process alone."""
@@ -153,7 +144,8 @@ def _world() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _prove(options: argparse.Namespace, checks: list[Check], reports: list[SyncReport]) -> None:
+def prove(options: argparse.Namespace, checks: list[Check], reports: list[SyncReport]) -> None:
+    """Runs all checks, and appends them and the syncs' reports. Collective over the processes of torchrun."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -183,30 +175,22 @@ def _prove(options: argparse.Namespace, checks: list[Check], reports: list[SyncR
             return rollout.digests() or []
 
         loaded = digests()
-        checks.append(Check("SGLang's own load", True, f"{sum(map(len, loaded))} parameters of {len(loaded)} ranks"))
+        total = sum(map(len, loaded))
+        checks.append(Check("SGLang's own load", True, f"{total} parameters of {len(loaded)} ranks"))
         for number in range(1, options.syncs + 1):
             rollout.reset_weights()
-            checks.append(_reset(number, loaded, digests()))
+            kept = _names(loaded, digests(), same=True)
+            found = f"unchanged: {some(kept)}" if kept else f"random numbers in all {total} parameters"
+            checks.append(Check(f"reset {number}", not kept, found))
             reports.append(report := rollout.sync_weights(model))
-            checks += _synced(number, loaded, digests(), report)
+            way = "replayed" if report.replayed_tensors else "the engine's own load"
+            way = "in place" if report.direct_bytes else way
+            other = _names(loaded, digests(), same=False)
+            found = f"other: {some(other)}" if other else f"all {total} parameters as SGLang loads them itself"
+            checks.append(Check(f"sync {number} ({way})", not other, f"{found}; {report.phase_seconds:.2f} s"))
+            checks.append(_own_proof(number, report))
         with errors("comparing log-probabilities"):
-            checks += agreement.step("comparing log-probabilities", lambda: _logprobs(options, rollout, model))
-
-
-def _reset(number: int, loaded: Digests, now: Digests) -> Check:
-    """Nothing is left of what the engine held."""
-    kept = _names(loaded, now, same=True)
-    found = f"unchanged: {some(kept)}" if kept else f"random numbers in all {sum(map(len, now))} parameters"
-    return Check(f"reset {number}", not kept, found)
-
-
-def _synced(number: int, loaded: Digests, now: Digests, report: SyncReport) -> list[Check]:
-    """Every parameter is again what SGLang's own load of the checkpoint makes of it, and the sync's own proof holds."""
-    way = "in place" if report.direct_bytes else ("replayed" if report.replayed_tensors else "the engine's own load")
-    other = _names(loaded, now, same=False)
-    found = f"other: {some(other)}" if other else f"all {sum(map(len, now))} parameters as SGLang loads them itself"
-    whole = Check(f"sync {number} ({way})", not other, f"{found}; {report.phase_seconds:.2f} s")
-    return [whole, _own_proof(number, report)]
+            checks.append(agreement.step("comparing log-probabilities", lambda: _logprobs(options, rollout, model)))
 
 
 def _own_proof(number: int, report: SyncReport) -> Check:
@@ -222,7 +206,7 @@ def _own_proof(number: int, report: SyncReport) -> Check:
     return Check(f"sync {number}, its own proof", report.verified_tensors > 0 and not report.no_room, said)
 
 
-def _logprobs(options: argparse.Namespace, rollout: Any, model: Any) -> list[Check]:
+def _logprobs(options: argparse.Namespace, rollout: Any, model: Any) -> Check:
     """Compares what the engine says of the tokens that it chose, after fixed random prompts, with the trainer."""
     import torch
 
@@ -239,7 +223,7 @@ def _logprobs(options: argparse.Namespace, rollout: Any, model: Any) -> list[Che
     off = (trained - answer.log_probs.to(trained)).abs().double()
     mean, largest = float(off.mean()), float(off.max())  # NaN where either is
     found = f"mean difference {mean:.4f} (at most {options.threshold:g}), largest {largest:.4f}, {off.numel()} tokens"
-    return [Check("log-probabilities", mean <= options.threshold, found)]
+    return Check("log-probabilities", mean <= options.threshold, found)
 
 
 def _names(one: Digests, other: Digests, same: bool) -> list[str]:

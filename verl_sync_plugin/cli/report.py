@@ -135,10 +135,9 @@ class Run:
 
     def sync_of(self, step: int | None) -> Sync:
         """The last sync, or that of a step."""
-        for sync in reversed(self.syncs):
-            if step in (None, sync.step):
-                return sync
         steps = [sync.step for sync in self.syncs]
+        if found := [sync for sync in self.syncs if step in (None, sync.step)]:
+            return found[-1]
         raise ValueError(f"--step {step}: the run has no such sync; there are steps {min(steps)} to {max(steps)}")
 
 
@@ -179,10 +178,10 @@ def _line(text: str, place: str) -> Report | str | None:
         return None
     try:
         report = msgspec.convert(line, Report)
+        if not (report.origin and report.spans):
+            raise msgspec.ValidationError("it does not say who wrote it and when, as lines of old versions")
     except msgspec.ValidationError as error:
         raise ValueError(f"{place}: {error}; remove that line") from error
-    if not (report.origin and report.spans):
-        raise ValueError(f"{place}: it does not say who wrote it and when, as lines of old versions; remove that line")
     return report
 
 

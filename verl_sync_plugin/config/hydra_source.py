@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adds the plugin's keys to Hydra: a config source that serves verl's own rollout config with more fields.
+"""Adds the plugin's keys to Hydra, by its plugin interface: a config source that serves verl's own ``rollout/rollout``
+of the installed version with the short bucket key, ``custom.sync`` and a ``_target_`` that validates.
 
-Registered through Hydra's documented plugin interface. The source has one config, ``rollout/rollout``; it loads
-verl's YAML of the installed version and adds the short bucket key, ``custom.sync`` and a ``_target_`` that validates.
-What becomes of a default of ours on a key of verl's is settled in the driver (``hooks/driver.py``); until then the
-value is an interpolation that says that nobody has given one, and that every process can resolve.
-Ready compositions (``+sync=...``) come from the package's ``configs`` folder, and so does the callback that settles it.
+The driver settles a default of ours on a key of verl's (``hooks/driver.py``); until then the value is an interpolation,
+which says that nobody has given one, and which every process can resolve. Ready compositions (``+sync=...``) and the
+callback that settles come from the package's ``configs`` folder.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any
 import msgspec
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
-from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
@@ -27,13 +25,6 @@ from verl_sync_plugin.config.settings import SyncConfig
 SCHEME = "verl-sync"
 TARGET = "verl_sync_plugin.hooks.driver.SyncRolloutConfig"
 CONFIG = "rollout/rollout"
-
-
-def configs_folder() -> Path:
-    """The folder with ``sync/*.yaml``: inside the installed package, or next to it in a source checkout."""
-    package = Path(__file__).resolve().parents[1]
-    inside = package / "configs"
-    return inside if inside.is_dir() else package.parent / "configs"
 
 
 def not_given(default: Any) -> str:
@@ -99,22 +90,14 @@ class SyncConfigSource(ConfigSource):
         return ["rollout"] if self.is_group(config_path) and results_filter in (None, wanted) else []
 
 
-def _own_rollout(path: str | None) -> bool:
-    """True if a folder of the user's own holds a rollout config; that one is used as it is."""
-    folder = Path((path or "").removeprefix("file://"))
-    return (folder / f"{CONFIG}.yaml").is_file() and folder.resolve() != verl_configs()
-
-
 class SyncSearchPath(SearchPathPlugin):
     """Puts our source before verl's folder, and the ``configs`` folder after it."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        if not any(_own_rollout(element.path) for element in search_path.get_path()):
+        folders = (Path((element.path or "").removeprefix("file://")) for element in search_path.get_path())
+        # A rollout config in a folder of the user's own is used as it is
+        if not any((each / f"{CONFIG}.yaml").is_file() and each.resolve() != verl_configs() for each in folders):
             search_path.prepend("verl-sync-plugin", f"{SCHEME}://rollout")
-        search_path.append("verl-sync-plugin", f"file://{configs_folder()}")
-
-
-def register() -> None:
-    """Registers config source and search path with Hydra; harmless when done before."""
-    Plugins.instance().register(SyncConfigSource)
-    Plugins.instance().register(SyncSearchPath)
+        package = Path(__file__).resolve().parents[1]
+        configs = package / "configs"  # where it is installed; in a source checkout it is next to the package
+        search_path.append("verl-sync-plugin", f"file://{configs if configs.is_dir() else package.parent / 'configs'}")

@@ -152,17 +152,10 @@ def refuse_megatron_lora(megatron: Any, model: Any) -> None:
     left_out = "the export of Megatron-Bridge leaves DoRA's magnitudes out, and weight sync does not merge them"
     bridge = "the package megatron.bridge, which has LoRA for Megatron, is not installed"
     dora, vanilla = (model.get("lora", None) or {}).get("type", None) == "dora", megatron.get("vanilla_mbridge", False)
-    lora, strategy = f"LoRA rank {rank}", f"{ACTOR}.strategy=megatron"
+    lora, strategy, find = f"LoRA rank {rank}", f"{ACTOR}.strategy=megatron", importlib.util.find_spec
     refuse_first(
         "",
         (dora, f"{MODEL}.lora.type='dora' with {strategy}", left_out, f"Set {MODEL}.lora.type=lora"),
         (vanilla, f"{ACTOR}.megatron.vanilla_mbridge=True with {lora}", "mbridge has no LoRA", NO_MEGATRON_LORA),
-        (not _has_megatron_bridge(), f"{lora} with {strategy}", bridge, NO_MEGATRON_LORA),
+        (not (find("megatron") and find("megatron.bridge")), f"{lora} with {strategy}", bridge, NO_MEGATRON_LORA),
     )
-
-
-def _has_megatron_bridge() -> bool:
-    try:
-        return importlib.util.find_spec("megatron.bridge") is not None
-    except ModuleNotFoundError:  # no package "megatron" at all
-        return False

@@ -30,8 +30,6 @@ SWITCHED_OFF = (
 SHARES_GPU = "_another_engine_on_this_gpu"  # set by our trainer next to ``sync``: no cache of the trainer may stay
 MISSING = "???"  # omegaconf's mark of a value that is still to be given
 
-_STAGED = "the way follows from where the memory lies"
-_GUARD = "max_probs_diff stops a run whose training/rollout_probs_diff_mean (verl's) is larger"
 # Keys of earlier versions, and what replaces them
 GONE = {
     "verify_hashes": "every byte is hashed and compared in every sync",
@@ -42,7 +40,10 @@ GONE = {
     "weights_cpu_backup": "the plugin decides it by the model",
     "empty_cache": "the trainer hands its cached memory back when the engine would not have enough",
     "release_cuda_graph": "CUDA graphs stay while the engine sleeps; a lower rollout.gpu_memory_utilization makes room",
-    **dict.fromkeys(("canary", "canary_threshold", "canary_every"), _GUARD),
+    **dict.fromkeys(
+        ("canary", "canary_threshold", "canary_every"),
+        "max_probs_diff stops a run whose training/rollout_probs_diff_mean (verl's) is larger",
+    ),
 }
 GONE_DELIVERIES = ("direct", "sharded", "exchanged", "gathered", "broadcast")
 
@@ -96,7 +97,8 @@ def _checked(key: str, value: Any) -> Any:
         hint = f"Did you mean {KEY_PREFIX}.{close[0]}?" if close else f"Known keys: {', '.join(_KNOWN)}."
         raise ValueError(f"{named}unknown key. {hint}")
     if key == "delivery" and value in GONE_DELIVERIES:
-        raise ValueError(f"{named}gone; remove it, or use {KEY_PREFIX}.delivery=staged: {_STAGED}.")
+        where = "the way follows from where the memory lies"
+        raise ValueError(f"{named}gone; remove it, or use {KEY_PREFIX}.delivery=staged: {where}.")
     try:
         if isinstance(value, float) and not math.isfinite(value):
             raise msgspec.ValidationError("not a finite number")
@@ -131,10 +133,8 @@ def given_value(holder: Any, key: str, name: str) -> Any:
 
 
 def refuse_near_misses(holder: Mapping[str, Any], known: Collection[str], name: str) -> None:
-    """Raises ValueError for a key of a mapping that is nearly a known one, and leaves all others alone.
-
-    A key that ends in a known one is another word: ``async`` is not ``sync``.
-    """
+    """Raises ValueError for a key of a mapping that is nearly a known one. A key that ends in a known one is another
+    word: ``async`` is not ``sync``."""
     for key in holder:
         word = str(key).lower()
         if key in known or any(word.endswith(each) and word != each for each in known):
@@ -178,9 +178,8 @@ def lora_rank_of(model: Any) -> int:
 
 
 def settled_megabytes(short: Any, long: Any, given: bool, stock: int, syncs: bool) -> tuple[Any, Any]:
-    """Values for the short and the long bucket key that both say what the run uses; settling twice changes nothing.
-    ``given``: somebody has set the long key; ``stock``: verl's own default of it; ``syncs``: the plugin moves the
-    weights of this run; otherwise verl reads the long key alone."""
+    """Values for the short and the long bucket key that both say what the run uses. ``given``: somebody has set the
+    long key; ``stock``: verl's default of it; ``syncs``: the plugin moves the weights; else verl reads it alone."""
     if not given:
         default = min(stock, DEFAULT_MEGABYTES) if syncs else stock
         long = default if short is None else short
@@ -192,9 +191,8 @@ def settled_megabytes(short: Any, long: Any, given: bool, stock: int, syncs: boo
 
 def check_bucket_megabytes(short: Any, long: Any) -> int:
     """The bucket size in MiB from the short key (``None`` when not given) and the long one."""
-    for key, value in ((SHORT_BUCKET_KEY, short), (LONG_BUCKET_KEY, long)):
-        if key == SHORT_BUCKET_KEY and value is None:
-            continue
+    given = {LONG_BUCKET_KEY: long} if short is None else {SHORT_BUCKET_KEY: short, LONG_BUCKET_KEY: long}
+    for key, value in given.items():
         if value == "auto":
             raise ValueError(f"{key}='auto': gone. Use a number of MiB, such as {key}=512, which is the default.")
         if isinstance(value, bool) or not isinstance(value, int):

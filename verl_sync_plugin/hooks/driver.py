@@ -8,8 +8,7 @@ resolve the config, and not all of them have loaded plugins by then.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 
 from verl_sync_plugin import compat
 from verl_sync_plugin.config import hydra_source
-from verl_sync_plugin.config.refusals import MODEL, refuse_combinations, refuse_megatron_lora, refuse_values
+from verl_sync_plugin.config.refusals import ACTOR, MODEL, refuse_combinations, refuse_megatron_lora, refuse_values
 from verl_sync_plugin.config.settings import (
     KEY_PREFIX,
     LONG_BUCKET_KEY,
@@ -43,23 +42,18 @@ from verl_sync_plugin.config.settings import (
 )
 from verl_sync_plugin.log import say
 from verl_sync_plugin.lora.settings import FLAT_LORA_TRAINERS, PEFT_KEY, refuse_lora, refuse_unread_rank, unify
-from verl_sync_plugin.rollouts import rollout_of, serves
+from verl_sync_plugin.rollouts import ROLLOUTS, rollout_of
 from verl_sync_plugin.sharding_manager import known_trainers
 
 # Mains of verl with a rollout that is never given weights
 WITHOUT_SYNC = ("main_generation_server",)
-STRATEGY_KEY = "actor_rollout_ref.actor.strategy"
-MEGATRON_FSDP_KEY = "actor_rollout_ref.actor.megatron.use_megatron_fsdp"
-MBRIDGE_KEY = "actor_rollout_ref.actor.megatron.vanilla_mbridge"
 OFF = "weight sync off, stock verl moves the weights"
 
 
 def settle(config: DictConfig, overrides: Sequence[str] = (), program: str = "", resolved: bool = False) -> str:
-    """Checks our keys and writes plain values into a composed config; a second time changes nothing.
-
-    For a program of your own that composes verl's config without ``hydra.main``: call it before Ray starts. Returns one
-    line that says who moves the weights; empty where no engine of ours gets any. Raises ValueError, which names key,
-    value and remedy.
+    """Checks our keys and writes plain values into a composed config; a second time changes nothing. Returns one line
+    that says who moves the weights; empty where no engine of ours gets any. Raises ValueError, which names key, value
+    and remedy. A program of your own that composes verl's config without ``hydra.main`` calls it before Ray starts.
 
     Args:
         config: what verl's main function gets.
@@ -67,11 +61,10 @@ def settle(config: DictConfig, overrides: Sequence[str] = (), program: str = "",
         program: the file name of the main, without ``.py``.
         resolved: the config's interpolations are gone, and with them the knowledge which of verl's keys were given.
     """
-    actor_rollout_ref = OmegaConf.select(config, "actor_rollout_ref")
-    rollout = OmegaConf.select(config, "actor_rollout_ref.rollout")
+    actor_rollout_ref, rollout = (OmegaConf.select(config, key) for key in ("actor_rollout_ref", PREFIX))
     if not isinstance(rollout, DictConfig):
         return ""
-    if not serves(rollout.get("name")):
+    if rollout.get("name") not in ROLLOUTS:
         leave_to_verl(rollout, resolved)
         return ""
     refuse_misplaced(config)
@@ -134,26 +127,27 @@ def _unserved_trainer(actor_rollout_ref: Any, strategy: str, engine: str) -> str
     known = known_trainers(actor_rollout_ref.rollout.name)
     if strategy not in known:
         there_are = f"there are: {', '.join(known)}; register_sharding_manager adds one"
-        return f"{STRATEGY_KEY}={strategy}: no sharding manager moves its weights to {engine} ({there_are})"
-    if strategy == "megatron" and OmegaConf.select(actor_rollout_ref, "actor.megatron.use_megatron_fsdp"):
-        return f"{MEGATRON_FSDP_KEY}=True: weight sync does not read its shards"
-    if strategy == "megatron" and OmegaConf.select(actor_rollout_ref, MBRIDGE_KEY.removeprefix("actor_rollout_ref.")):
-        refuse_megatron_lora(actor_rollout_ref.actor.megatron, actor_rollout_ref.model)
-        return f"{MBRIDGE_KEY}=True: weight sync serves Megatron-Bridge, verl's default, and not the deprecated mbridge"
+        return f"{ACTOR}.strategy={strategy}: no sharding manager moves its weights to {engine} ({there_are})"
+    megatron = OmegaConf.select(actor_rollout_ref, "actor.megatron") if strategy == "megatron" else None
+    megatron, key = megatron or {}, f"{ACTOR}.megatron"
+    if megatron.get("use_megatron_fsdp"):
+        return f"{key}.use_megatron_fsdp=True: weight sync does not read its shards"
+    if megatron.get("vanilla_mbridge"):
+        refuse_megatron_lora(megatron, actor_rollout_ref.model)
+        served = "weight sync serves Megatron-Bridge, verl's default, and not the deprecated mbridge"
+        return f"{key}.vanilla_mbridge=True: {served}"
     return ""
 
 
 def asked_for(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
-    """The first key of the plugin that the user gave, with its value; empty when there is none, and nobody counts on
-    the plugin. The keys: any under ``rollout.custom.sync`` (``enabled=True`` too), the short bucket key, the backend
-    ``sync_plugin`` and ``model.lora.peft``, given one by one or by ``+sync=...``.
-    """
+    """The first key of the plugin that the user gave, with its value; empty when nobody counts on the plugin. The keys:
+    any under ``rollout.custom.sync`` (``enabled=True`` too), the short bucket key and ``model.lora.peft``, given one by
+    one or by ``+sync=...``."""
     for override in overrides:
         if override.lstrip("+~").startswith((f"{KEY_PREFIX}.", "sync=")):
             return override.lstrip("~")
     rollout = actor_rollout_ref.rollout
-    short = given_value(rollout, "update_weights_bucket_megabytes", SHORT_BUCKET_KEY)
-    if short is not None:
+    if (short := given_value(rollout, "update_weights_bucket_megabytes", SHORT_BUCKET_KEY)) is not None:
         return f"{SHORT_BUCKET_KEY}={short}"
     if sync_config_of(rollout) != SyncConfig():
         return f"{KEY_PREFIX}={OmegaConf.to_container(rollout.custom.sync)}"
@@ -192,7 +186,7 @@ def leave_to_verl(rollout: DictConfig, resolved: bool) -> None:
                 rollout.custom.pop("sync", None)
             if not rollout.custom and "custom" not in stock:
                 rollout.pop("custom")
-        if serves(rollout.get("name")):
+        if rollout.get("name") in ROLLOUTS:
             OmegaConf.update(rollout, "custom.sync", {"enabled": False}, force_add=True)
 
 
@@ -220,9 +214,7 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
     if OmegaConf.select(model, "lora.merge", default=False) and not lora_rank_of(model):
         say(f"{MODEL}.lora.merge=True has no effect without a LoRA rank, all parameters are trained")
     if OmegaConf.select(actor_rollout_ref, "actor.freeze_vision_tower", default=False):
-        say(
-            "actor_rollout_ref.actor.freeze_vision_tower=True has no effect: verl 0.9.1 does not read it and trains all"
-        )
+        say(f"{ACTOR}.freeze_vision_tower=True has no effect: verl 0.9.1 does not read it and trains all")
     if strategy in FLAT_LORA_TRAINERS:
         plain: Any = OmegaConf.to_container(model, resolve=True)
         with read_write(model), open_dict(model):
@@ -246,12 +238,12 @@ class SyncRolloutConfig(RolloutConfig):
         # No driver has settled these where a program of the user's has composed the config, or a multirun
         engine, stock = self.checkpoint_engine, CheckpointEngineConfig().update_weights_bucket_megabytes
         long = engine.update_weights_bucket_megabytes
-        syncs = serves(self.name) and sync_config_of(self).enabled
+        syncs = self.name in ROLLOUTS and sync_config_of(self).enabled
         short, long = settled_megabytes(self.update_weights_bucket_megabytes, long, long != stock, stock, syncs)
         object.__setattr__(self, "update_weights_bucket_megabytes", short)  # the configs are frozen
         object.__setattr__(engine, "update_weights_bucket_megabytes", long)
         check_rollout(self)
-        if not serves(self.name):
+        if self.name not in ROLLOUTS:
             return
         from verl.workers.rollout.base import _ROLLOUT_REGISTRY
         from verl.workers.rollout.replica import RolloutReplicaRegistry
@@ -263,7 +255,7 @@ class SyncRolloutConfig(RolloutConfig):
 
 def check_rollout(rollout: Any) -> None:
     """Checks all keys of a rollout config (dataclass or settled DictConfig)."""
-    if not serves(rollout.get("name", None)) or not sync_config_of(rollout).enabled:
+    if rollout.get("name", None) not in ROLLOUTS or not sync_config_of(rollout).enabled:
         return
     engine = section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine")
     check_bucket_megabytes(
@@ -276,10 +268,8 @@ def check_rollout(rollout: Any) -> None:
 
 
 class CheckKeys(Callback):
-    """Settles our keys in the driver, before Ray starts.
-
-    Hazard: Hydra turns an exception of a callback into a warning and goes on, so everything leaves as ``SystemExit``.
-    """
+    """Settles our keys in the driver, before Ray starts. Hazard: Hydra turns an exception of a callback into a warning
+    and goes on, so everything leaves as ``SystemExit``."""
 
     def __init__(self) -> None:
         self._settled = False
@@ -294,12 +284,19 @@ class CheckKeys(Callback):
             self._settle(deepcopy(config), config)
 
     def _settle(self, config: DictConfig, unsettled: DictConfig | None = None) -> None:
-        with _end_the_driver():
+        try:
             overrides: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
             if line := settle(config, overrides, str(OmegaConf.select(config, "hydra.job.name"))):
                 say(f"driver: {line}")
             if unsettled is not None:
                 _refuse_unsettled(unsettled, config, line)
+        except Exception as error:
+            said = str(error)
+            # Some of omegaconf's exceptions are ValueErrors, but have no remedy
+            if not isinstance(error, ValueError) or isinstance(error, OmegaConfBaseException):
+                said = " ".join(f"cannot check the keys of this run: {type(error).__name__}: {said}".split())
+                said += f". Correct the value, or {compat.WITHOUT}."
+            raise SystemExit(f"verl-sync-plugin: {said}") from error
 
 
 def _refuse_unsettled(config: DictConfig, settled: DictConfig, line: str) -> None:
@@ -316,19 +313,3 @@ def _refuse_unsettled(config: DictConfig, settled: DictConfig, line: str) -> Non
         raise ValueError(
             f"--multirun without verl's V1 trainers: add {' '.join(todo)}, which cannot be set for you here."
         )
-
-
-@contextmanager
-def _end_the_driver() -> Iterator[None]:
-    """Ends the process with one line, whatever is raised inside."""
-    try:
-        yield
-    except Exception as error:
-        # Some of omegaconf's exceptions are ValueErrors, but have no remedy
-        if isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException):
-            raise SystemExit(f"verl-sync-plugin: {error}") from error
-        what = " ".join(f"cannot check the keys of this run: {type(error).__name__}: {error}".split())
-        raise SystemExit(
-            f"verl-sync-plugin: {what}. Correct the value, or set VERL_USE_EXTERNAL_PLUGINS=none to run verl without "
-            "plugins."
-        ) from error

@@ -20,11 +20,7 @@ class SyncFSDPEngineWithLMHead(ShardExport, FSDPEngineWithLMHead):
     """verl's FSDP engine; only the weight export differs, and ``model.lora.peft`` is heard."""
 
     def _build_lora_module(self, module: torch.nn.Module, **more: Any) -> torch.nn.Module:
-        """verl's step that adds the adapter.
-
-        Raises:
-            ValueError: PEFT refuses ``model.lora.peft``.
-        """
+        """verl's step that adds the adapter. Raises ValueError where PEFT refuses ``model.lora.peft``."""
         # Where verl loads a model on rank 0 only, FSDP sends the adapter from there as well: no other rank can compute
         # one from the weights that it does not have (PiSSA, OLoRA)
         elsewhere = any(parameter.is_meta for parameter in module.parameters())

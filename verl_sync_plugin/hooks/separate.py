@@ -41,14 +41,9 @@ if TYPE_CHECKING:
 
 @CheckpointEngineRegistry.register(SEPARATE_BACKEND)
 class SyncCheckpointEngine(CheckpointEngine):
-    """One process's end of all syncs of a run.
-
-    Args:
-        bucket_size: bound on what a rank stages, in bytes.
-        is_master: whether this is trainer rank 0; verl gives it to trainer ranks alone.
-        sync, dtype, rollout: ``custom.sync``, ``rollout.dtype`` and ``rollout.name``, which the driver writes into
-            ``engine_kwargs``.
-    """
+    """One process's end of all syncs of a run. ``bucket_size``: bound on what a rank stages, in bytes; ``is_master``:
+    this is trainer rank 0, ``None`` on a rollout rank; ``sync``, ``dtype`` and ``rollout`` are ``custom.sync``,
+    ``rollout.dtype`` and ``rollout.name``, which the driver writes into ``engine_kwargs``."""
 
     def __init__(
         self,
@@ -94,9 +89,8 @@ class SyncCheckpointEngine(CheckpointEngine):
         """Nothing: group and slots are kept for the next sync."""
 
     async def send_weights(self, weights: Any, global_steps: int | None = None, **more: Any) -> dict[str, float]:
-        """One sync of a trainer rank. Collective over trainer and rollout ranks. Returns of trainer rank 0 what the
-        sync cost, as metrics, which verl's manager hands to its trainer. Where the trainer is the plugin's, its own of
-        the rollout's side count (``hooks/trainer.py``)."""
+        """One sync of a trainer rank. Collective over trainer and rollout ranks. Returns on trainer rank 0 its cost as
+        metrics for verl's trainer; where that is the plugin's, the rollout's count (``hooks/trainer.py``)."""
         from verl_sync_plugin.hooks.worker import sending
         from verl_sync_plugin.sync.separate import manager_of
 
@@ -175,8 +169,8 @@ class OutlivingManager(CheckpointEngineManager):
 
     async def _sync(self, global_steps: int | None) -> dict[str, Any]:
         """The first sync of a group of replicas in verl's order of calls. While the same replicas take part and all
-        goes well, the group stands, so nobody prepares, joins or finalizes; it has the memory that it needs, so no KV
-        cache is released; and the servers pause for their loads themselves (``rollouts/sglang/server.py``)."""
+        goes well, the group stands and has its memory, so nobody joins or finalizes, no KV cache is released, and the
+        servers pause for their loads themselves (``rollouts/sglang/server.py``)."""
         stands, self._joined = self._joined == self.replicas, []
         joining = list(self.replicas)
         if not stands:
@@ -224,8 +218,6 @@ def dead_among(replicas: Sequence[Any]) -> list[Any]:
         for replica in replicas
     }
     everything = [reference for references in asked.values() for reference in references]
-    if not everything:
-        return []
     heard = set(ray.wait(everything, num_returns=len(everything), timeout=ANSWER_SECONDS)[0])
     return [replica for replica, references in asked.items() if any(_says_dead(r) for r in references if r in heard)]
 

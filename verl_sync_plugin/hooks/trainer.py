@@ -19,7 +19,7 @@ from verl_sync_plugin.errors import HalfWrittenError
 from verl_sync_plugin.hooks.driver import backend_of, settle
 from verl_sync_plugin.log import say
 from verl_sync_plugin.report import ACTIVE, expect_metrics, metrics_of, timing_of
-from verl_sync_plugin.rollouts import serves
+from verl_sync_plugin.rollouts import ROLLOUTS
 
 PROBS_DIFF, PROBS_VALID = "training/rollout_probs_diff_mean", "training/rollout_probs_diff_valid"
 
@@ -36,7 +36,7 @@ class SyncTrainerMixin:
             say(f"task runner: {line}")
         super()._init_resource_pool_mgr(**more)  # type: ignore[misc]
         rollout = self.config.actor_rollout_ref.rollout
-        if not serves(rollout.get("name")) or not sync_config_of(rollout).enabled:
+        if rollout.get("name") not in ROLLOUTS or not sync_config_of(rollout).enabled:
             return
         take_workers(self.role_worker_mapping)
         reward = self.config.reward.reward_model
@@ -93,12 +93,13 @@ class SyncTrainerMixin:
 
 def syncs_separate(rollout: Any) -> bool:
     """True if the plugin syncs a rollout on GPUs of its own."""
-    return serves(rollout.get("name")) and backend_of(rollout) == SEPARATE_BACKEND and sync_config_of(rollout).enabled
+    return (
+        rollout.get("name") in ROLLOUTS and backend_of(rollout) == SEPARATE_BACKEND and sync_config_of(rollout).enabled
+    )
 
 
 def take_workers(mapping: dict[Any, Any]) -> None:
-    """Puts our subclasses in the place of verl's worker classes in ``role_worker_mapping``, for the roles that hold a
-    rollout."""
+    """Replaces verl's worker classes in ``role_worker_mapping`` by ours, for the roles that hold a rollout."""
     from verl_sync_plugin.hooks.worker import OURS
 
     for role, remote in mapping.items():
@@ -127,9 +128,8 @@ _first_versions: ContextVar[list[Any] | None] = ContextVar("_first_versions", de
 
 
 class _Outliving(LLMServerClient):
-    """Asks another server for what one that has died was asked for, and the same one again where a sync has failed,
-    which the driver runs again or ends the run. Notes the version with which each part of a response began. Between
-    verl's two clients."""
+    """Between verl's two clients: asks another server for what one that has died was asked for, and the same one again
+    where a sync has failed. Notes the version with which each part of a response began."""
 
     async def _acquire_server(self, *args: Any, **kwargs: Any) -> Any:
         acquired = await super()._acquire_server(*args, **kwargs)
@@ -154,11 +154,8 @@ class _Outliving(LLMServerClient):
 
 
 class SeparateLLMServerClient(FullyAsyncLLMServerClient, _Outliving):
-    """verl's client, for rollouts of which a replica may die, and a call may span a sync.
-
-    Its ``min_global_steps`` is the version with which a response began. verl's takes each part's version when it ends
-    for that of the whole part, which holds where every sync ends it.
-    """
+    """verl's client, for rollouts of which a replica may die, and a call may span a sync. Its ``min_global_steps`` is
+    the version with which a response began; verl's is that with which its first part ended."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         noted: list[Any] = []

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The actor workers: verl's own, with the colocated sync's order of steps.
 
-verl's ``update_weights`` empties the device's cache at both ends, offloads, synchronizes and meets in a barrier whether
-or not there is anything to empty or offload. Here each is done when it is needed, timed, and a failure on one rank is
-everybody's. All else is verl's: other backends, other rollouts and a plugin that is switched off go to its own method.
+verl's ``update_weights`` empties the device's cache at both ends, offloads, synchronizes and meets in a barrier. Here
+each is done when it is needed, timed, and a failure on one rank is everybody's. Other backends, other rollouts and a
+plugin that is switched off go to verl's own method.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ class SyncWorkerMixin:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self: Any, global_steps: int | None = None, mode: str = "auto", **more: Any) -> Any:
-        """verl's contract: the rollout sleeps before and is awake after. An adapter that the engine serves
-        (``lora.merge=False``) and a base that it still needs are the sharding manager's affair, so verl's
-        ``sleep_level`` stays as it is."""
+        """verl's contract: the rollout sleeps before and is awake after. A served adapter's base is the sharding
+        manager's affair, so verl's ``sleep_level`` stays as it is."""
         backend = mode if mode != "auto" else self.config.rollout.checkpoint_engine.backend
         rollout = self.rollout
         # Hazard: the adapter's class is not imported here. SGLang would come with it, before the actor's model is
@@ -50,7 +49,7 @@ class SyncWorkerMixin:
 
 
 class SyncActorRolloutRefWorker(SyncWorkerMixin, ActorRolloutRefWorker):
-    """The worker of trainers that are colocated with the rollout."""
+    """Of trainers that are colocated with the rollout."""
 
 
 class SyncDetachActorWorker(SyncWorkerMixin, DetachActorWorker):

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engines that generate. ``Rollout`` lists what the rest of the plugin asks of one.
 
-An engine is a folder here, its line in ``ROLLOUTS``, and its pairs with trainers in ``sharding_manager.py``. Its
-``__init__`` is its ``Rollout``. It also brings a server, a replica and an adapter for verl, ``EngineModel``
-(``engine/model``) for its models, and a loader that runs ``ReceiverSession`` in every process of the engine.
-What is of no engine lies next to the folders: ``adapter`` (verl's calls in the actor workers), ``gate`` (when requests
-may be computed, and which memory is there) and ``process`` (an engine for a script).
+An engine is a folder here, whose ``__init__`` is its ``Rollout``, its line in ``ROLLOUTS``, and its pairs with trainers
+in ``sharding_manager.py``. It brings a server, a replica and an adapter for verl, an ``EngineModel`` (``engine/model``)
+and a loader that runs ``ReceiverSession`` in every process of the engine. Of no engine are ``adapter`` (verl's calls in
+the actor workers), ``gate`` (when requests may be computed) and ``process`` (an engine for a script).
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ class LocalLaunch:
 
 
 class Rollout(Protocol):
-    """A module for one engine. Every process that imports verl's rollouts imports it, so it imports neither torch, verl
-    nor the engine at its top. What refuses raises ValueError, which names key, value and remedy."""
+    """A module for one engine, which imports neither torch, verl nor the engine at its top: every process that imports
+    verl's rollouts imports it. What refuses raises ValueError, which names key, value and remedy."""
 
     ENGINE: str  # the engine's name in messages
     ADAPTER: str  # our rollout adapter for the actor workers, by its whole name
@@ -67,22 +66,20 @@ class Rollout(Protocol):
         """Imports our replica class, after verl's own preparation of the engine's imports."""
 
     def refuse_keys(self, rollout: Any) -> None:
-        """Refuses what the engine cannot do of verl's rollout config (dataclass, DictConfig or dict) of a run whose
-        weights the plugin moves."""
+        """Refuses what the engine cannot do of verl's rollout config (dataclass, DictConfig or dict)."""
 
     def left_to_verl(self, rollout: Any) -> str:
         """Key, value and reason of what the plugin cannot do of it and stock verl can; empty where there is nothing."""
 
     def refuse_stock(self, rollout: Any, model: Any) -> str:
-        """Refuses what stock verl would put wrong weights into the engine with; returns a warning without its full
-        stop, or ""."""
+        """Refuses what stock verl would load wrongly into the engine; returns a warning without full stop, or ""."""
 
     def refuse_quantization(self, rollout: Any, model: Any) -> None:
         """Refuses a ``rollout.quantization`` that the engine cannot follow, with this model's keys."""
 
     def refuse_checkpoint(self, path: str, override_config: Any = None, rollout: Any = None) -> None:
-        """Refuses a model whose checkpoint lies in a folder of this machine, also where ``model.override_config`` and
-        verl's rollout config give trainer and engine different numbers of layers."""
+        """As ``refuse_family``, by a folder of this machine; also where ``model.override_config`` and verl's rollout
+        config give trainer and engine different numbers of layers."""
 
     def refuse_family(self, path: str, config: Mapping[str, Any], rollout: Any = None) -> None:
         """Refuses a model by the content of its ``config.json``, with verl's rollout config."""
@@ -92,25 +89,19 @@ class Rollout(Protocol):
         one of the two."""
 
     def refuse_adapter(self, settings: Mapping[str, Any], keys: Mapping[str, str]) -> None:
-        """Refuses fields of PEFT's ``LoraConfig`` that the engine cannot serve; ``keys``: under which the user gave
-        them."""
+        """Refuses fields of PEFT's ``LoraConfig`` that the engine cannot serve; ``keys``: the user's, by field."""
 
     def pack_adapter(
         self, settings: Mapping[str, Any], factors: dict[str, torch.Tensor]
     ) -> tuple[tuple[Any, ...], int]:
         """An adapter to be served (its factors by name, on the host) as arguments of the server's ``load_adapter``, and
-        the bytes that travel; refuses what cannot be served."""
+        the bytes that travel; refuses what it cannot serve."""
 
     def generating_bytes(self, config: Any) -> Estimate:
         """The engine's own estimate of what generating takes on top of weights and KV cache."""
 
     def prepare_local(self, spec: LocalSpec) -> LocalLaunch:
         """For ``spmd.py``."""
-
-
-def serves(name: object) -> bool:
-    """True if the plugin has a rollout for verl's ``rollout.name``."""
-    return name in ROLLOUTS
 
 
 def rollout_of(name: str) -> Rollout:

@@ -45,10 +45,9 @@ from verl_sync_plugin.transport.agreement import TrainerWorld
 
 
 class SyncAdapter:
-    """Mixed into verl's rollout adapter of one engine.
-
-    Constructing it gives verl's own adapter with ``custom.sync.enabled=False``, and for an engine that the plugin never
-    syncs: a reward model's, a teacher's, or one that gets its weights from verl's checkpoint engines."""
+    """Mixed into verl's rollout adapter of one engine. Constructing it gives verl's own adapter with
+    ``custom.sync.enabled=False``, and for an engine that the plugin never syncs: a reward model's, a teacher's, or one
+    that gets its weights from verl's checkpoint engines."""
 
     stock: ClassVar[type]  # verl's own adapter
     rollout: ClassVar[Rollout]
@@ -132,9 +131,7 @@ class SyncAdapter:
         if self.config.free_cache_engine and self.leads:
             await self.server_actor.release_tags.remote([KV_CACHE] if self.serves_adapter else [KV_CACHE, WEIGHTS])
 
-    async def update_weights(
-        self, weights: Any, global_steps: int | None = None, ends: bool = True, **kwargs: Any
-    ) -> None:
+    async def update_weights(self, weights: Any, global_steps: int | None = None, ends: bool = True, **_: Any) -> None:
         """Moves the trainer's weights into the engine. Collective over all trainer ranks. Raises SyncError where any
         rank failed; the same text on every rank. ``weights``: the ``ShardStream`` of the plugin's engine; ``ends``: the
         sync ends here when verl makes no further call, that is without ``free_cache_engine``."""
@@ -149,20 +146,19 @@ class SyncAdapter:
                 self._manager = self._make_manager(weights)
             if ends and self.config.free_cache_engine:
                 say("the trainer runs verl's own worker, which empties caches at both ends of every sync")
-        manager, early = self._manager, self._early
-        self._early = None
-        with manager.agreement.attempt():
+        early, self._early = self._early, None
+        with self._manager.agreement.attempt():
             if early is not None:
                 raise early
-        await manager.update_weights(self._wake_tags, global_steps)
+        await self._manager.update_weights(self._wake_tags, global_steps)
         self._wake_tags = []
         if ends and not self.config.free_cache_engine:
             await self._finish([])
 
     def make_room_for_weights(self, offloaded: bool) -> None:
-        """Hands back what the engine needs of the trainer's cache to resume its weights. An error, perhaps of the
-        training step before, is kept for ``update_weights``, where all ranks hear of it. Parameters that are
-        ``offloaded`` are waited for: verl's copies to the host may still run."""
+        """Hands back what the engine needs of the trainer's cache to resume its weights. An error is kept for
+        ``update_weights``, where all ranks hear of it. Parameters that are ``offloaded`` are waited for: verl's copies
+        to the host may still run."""
         self._around = SyncReport()
         try:
             with self._around.stage("before"):
@@ -182,7 +178,7 @@ class SyncAdapter:
         report.put_before(self._around)
         with agreement.attempt(), report.stage("offload"):
             offload()
-        released: int | None = None
+        released = None
         with agreement.attempt(), report.stage("after"):
             self._room.note_activations(report.activation_bytes)
             released = self._room.make(REST, partial(release_cache, trainer_device()))
@@ -221,10 +217,8 @@ class SyncAdapter:
         config, device, mesh = self.config, trainer_device(), self.device_mesh["infer_tp"]
         self._refuse_family()
         manager_class = get_sharding_manager(stream.trainer, str(config.name))
-        megabytes = check_bucket_megabytes(
-            config.get("update_weights_bucket_megabytes", None),
-            config.checkpoint_engine.update_weights_bucket_megabytes,
-        )
+        key = "update_weights_bucket_megabytes"
+        megabytes = check_bucket_megabytes(config.get(key, None), config.checkpoint_engine[key])
         endpoint = RolloutEndpoint(
             self.rollout,
             calls_of(self.server_actor, TrainerWorld.after_loss) if mesh.get_local_rank() == 0 else None,
@@ -233,16 +227,14 @@ class SyncAdapter:
             self._sync.timeout_seconds,
             awake_after_load=not (config.free_cache_engine and self._stages[1]),
         )
-        say(
-            f"actor rank {torch.distributed.get_rank()}: sharding manager {manager_class.__name__}, "
-            f"buckets of {megabytes} MiB"
-        )
+        rank, name = torch.distributed.get_rank(), manager_class.__name__
+        say(f"actor rank {rank}: sharding manager {name}, buckets of {megabytes} MiB")
         manager = manager_class(stream.engine, endpoint, self._sync, megabytes << 20, device, str(config.dtype))
         manager.keeps_staging = not config.free_cache_engine  # until it is known what the engine resumes
         return manager
 
     def _make_separate(self, membership: Membership) -> SeparateRollout:
-        """The manager of one rollout rank of a separate rollout. Collective over trainer and rollout ranks."""
+        """Collective over trainer and rollout ranks."""
         self._refuse_family()
         assert membership.ranks is not None, "joined"
         rank, ranks = membership.ranks.rank, membership.engine_ranks
@@ -263,8 +255,8 @@ class SyncAdapter:
 
 
 class SeparateReceiver:
-    """The rollout adapter's part in the syncs of a separate rollout. ``make`` makes the manager; called again whenever
-    the trainer and rollout ranks have changed."""
+    """The rollout adapter's part in the syncs of a separate rollout. ``make`` makes the manager, again whenever the
+    trainer and rollout ranks have changed."""
 
     def __init__(self, make: Callable[[Membership], SeparateRollout]) -> None:
         self._make = make
@@ -272,8 +264,7 @@ class SeparateReceiver:
         self._one = asyncio.Lock()
 
     async def receive(self, membership: Membership, global_steps: int | None) -> None:
-        """One sync. Collective over trainer and rollout ranks. ``membership``: what the checkpoint engine of this
-        process returned."""
+        """One sync. Collective over trainer and rollout ranks. ``membership``: of this process's checkpoint engine."""
         ranks = membership.ranks
         assert ranks is not None, "joined"
         async with self._one:  # a sync that has failed ends before the next one begins

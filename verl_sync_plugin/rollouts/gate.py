@@ -17,11 +17,8 @@ Ask = Callable[[list[str]], Awaitable[Any]]
 
 class WeightsGate:
     """Open; closed while a sync is under way, generation is paused or memory is released; or locked after a failed
-    sync.
-
-    Syncs are numbered: the last step of one that was given up may come to its end while the next is under way, and is
-    to end nothing but its own. ``needs_sync``: the engine's own weights are not to be generated from; the gate opens
-    with the first sync."""
+    sync. Syncs are numbered: the last step of one that was given up may end while the next is under way.
+    ``needs_sync``: nothing is generated from the engine's own weights; the gate opens with the first sync."""
 
     def __init__(self, needs_sync: bool = False) -> None:
         self.syncing = False  # a sync is under way that nobody has given up
@@ -46,19 +43,18 @@ class WeightsGate:
     def succeed(self, number: int) -> None:
         """Ends the sync of this number, unless it was given up: the weights are whole."""
         self.refuse_given_up(number)
-        self._failure, self._lost = None, False
-        self._end()
+        self._lost = False
+        self._end(None)
 
     def fail(self, why: str, number: int | None = None) -> None:
         """Locks the gate: the sync was given up, and the weights may be half written until a later one succeeds.
         ``why`` is for whoever wants to generate. If another sync than ``number`` has begun since, nothing happens; it
         is the last one's by default."""
         if number in (None, self.number):
-            self._failure = why
-            self._end()
+            self._end(why)
 
-    def _end(self) -> None:
-        self.syncing = self._needs_sync = False
+    def _end(self, failure: str | None) -> None:
+        self._failure, self.syncing, self._needs_sync = failure, False, False
         self._wake()
 
     def hold(self) -> None:
@@ -70,7 +66,7 @@ class WeightsGate:
         self._wake()
 
     def memory(self, there: bool) -> None:
-        """Closes the gate until all of the engine's memory is there; see ``Occupation``."""
+        """Closes the gate until all of the engine's memory is there."""
         self._there = there
         self._wake()
 
@@ -129,18 +125,15 @@ class WeightsGate:
 
 
 class Occupation:
-    """Keeps account of the engine's released memory, and of the request under way that changes it.
+    """Keeps account of the engine's released memory (``released``: its tags), and of the request that changes it.
 
-    Asked through here, a repeated sleep and a wake without sleep are harmless, which engines take badly. A request that
-    takes longer than its bound cannot be taken back, so it goes on alone: its outcome is noted when it comes, and until
-    then nothing else is asked of the engine. ``released``: tags of the memory that is released, for all that the engine
-    has answered.
+    A repeated sleep and a wake without sleep, which engines take badly, are harmless here. A request that takes longer
+    than its bound cannot be taken back: its outcome is noted when it comes, and until then nothing else is asked.
 
     Args:
         engine: its name.
         timeout_seconds: bound on every call, its wait for the ones before included.
-        memory: is called with whether all memory is there: with False before the engine is asked to change anything,
-            and after every answer.
+        memory: is called with whether all memory is there: False before any change, and after every answer.
     """
 
     def __init__(

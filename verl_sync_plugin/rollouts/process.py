@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine for a script, in a process of its own, and the calls between the two; of no engine.
-
-An engine changes the process that it lives in (signals, start method, event loop, environment) and may end it, so it
-does not live in the script's. When the script ends, however it does, their socket closes, and the engine ends.
-"""
+"""An engine for a script, in a process of its own, since an engine changes its process (signals, start method, event
+loop, environment) and may end it; and the calls between the two. When the script ends, their socket closes, and the
+engine ends. Of no engine."""
 
 from __future__ import annotations
 
@@ -34,10 +32,14 @@ class EngineProcess:
     tensor-parallel order; none on a CPU. ``ready``: done when the engine answers, or could not be launched."""
 
     def __init__(self, launch: LocalLaunch, devices: Sequence[str]) -> None:
+        given = {**launch.environment, **os.environ}
+        if devices:
+            given["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        environment = {name: value for name, value in given.items() if not TORCHRUN.fullmatch(name)}
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", launch.module, str(theirs.fileno())]
         with theirs:
-            self._process = subprocess.Popen(command, env=environment(launch, devices), pass_fds=[theirs.fileno()])
+            self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
         self._engine = launch.engine
         self._connection = Connection(ours.detach())
         self._turn = threading.Lock()
@@ -55,11 +57,11 @@ class EngineProcess:
         with self._turn:
             if self._ended:
                 future.set_exception(RuntimeError(self._ended))
-                return future
-            self._number += 1
-            self._asked[self._number] = future
-            with suppress(OSError):  # the listener finds the end
-                self._connection.send((self._number, method, arguments))
+            else:
+                self._number += 1
+                self._asked[self._number] = future
+                with suppress(OSError):  # the listener finds the end
+                    self._connection.send((self._number, method, arguments))
         return future
 
     def _listen(self) -> None:
@@ -96,14 +98,6 @@ def _uncancellable() -> Future[Any]:
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
-
-
-def environment(launch: LocalLaunch, devices: Sequence[str]) -> dict[str, str]:
-    """This process's environment without torchrun's variables, with the engine's; arguments of ``EngineProcess``."""
-    given = {**launch.environment, **os.environ}
-    if devices:
-        given["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-    return {name: value for name, value in given.items() if not TORCHRUN.fullmatch(name)}
 
 
 def serve(engine: str, make: Callable[..., Any]) -> None:

@@ -133,9 +133,20 @@ def generating_bytes(config: Any) -> Estimate:
 
 
 def prepare_local(spec: LocalSpec) -> LocalLaunch:
-    _refuse_local(spec)
+    if not spec.cuda and os.environ.get("VERL_PLATFORM", "").strip().lower() != "cpu":
+        raise ValueError(
+            "this process has no GPU: SGLang runs on a CPU with VERL_PLATFORM=cpu in the environment of torchrun."
+        )
+    if spec.dtype not in DTYPES:
+        raise ValueError(f"dtype={spec.dtype!r}: not a dtype of SGLang's weights. Use one of {', '.join(DTYPES)}.")
+    architectures = list(spec.config.get("architectures") or [])
+    for architecture in architectures:
+        if why := reason_against(architecture, spec.config):
+            raise ValueError(f"model={spec.model}: {architecture} {why}. Use another model.")
+    for rows in (NOT_HERE, REFUSED):
+        refuse_arguments(spec.arguments.get, "engine", "leave it out", rows=rows)
     # On a CPU nothing is ever released, and copied even less
-    keeps_copy = spec.cuda and not covered(list(spec.config.get("architectures") or []))
+    keeps_copy = spec.cuda and not covered(architectures)
     given = {**(ON_GPU if spec.cuda else ON_CPU), **spec.arguments}
     variable = {"SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}  # verl runs with older ones too
     if not spec.cuda:  # SGLang wants to know which cores each of its ranks has
@@ -160,20 +171,6 @@ def prepare_local(spec: LocalSpec) -> LocalLaunch:
         variable,
         keeps_copy and not spec.random_weights,
     )
-
-
-def _refuse_local(spec: LocalSpec) -> None:
-    if not spec.cuda and os.environ.get("VERL_PLATFORM", "").strip().lower() != "cpu":
-        raise ValueError(
-            "this process has no GPU: SGLang runs on a CPU with VERL_PLATFORM=cpu in the environment of torchrun."
-        )
-    if spec.dtype not in DTYPES:
-        raise ValueError(f"dtype={spec.dtype!r}: not a dtype of SGLang's weights. Use one of {', '.join(DTYPES)}.")
-    for architecture in spec.config.get("architectures") or ():
-        if why := reason_against(architecture, spec.config):
-            raise ValueError(f"model={spec.model}: {architecture} {why}. Use another model.")
-    for rows in (NOT_HERE, REFUSED):
-        refuse_arguments(spec.arguments.get, "engine", "leave it out", rows=rows)
 
 
 if TYPE_CHECKING:

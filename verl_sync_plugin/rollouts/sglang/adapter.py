@@ -33,4 +33,4 @@ class SyncServerAdapter(SyncAdapter, ServerAdapter):
 
     def restores_uncovered(self, sleeps: bool) -> bool:
         real = not str(self.config.load_format).startswith("dummy")
-        return real and (not sleeps or keep_cpu_backup(self.config, self.model_config))
+        return real and (not sleeps or keep_cpu_backup(self.model_config))

@@ -84,16 +84,12 @@ def _receive(model: torch.nn.Module, channel: Channel, request: LoadRequest, for
         say(f"sync {request.sync_id} ended by the trainer before its commit")
     except Exception as error:
         say(f"sync {request.sync_id} failed in the engine\n{traceback.format_exc()}")
-        _tell(channel, f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}", request.timeout_seconds)
-
-
-def _tell(channel: Channel, text: str, timeout: float) -> None:
-    """Waits for the trainer to hang up: closed at once, its next word would break the pipe before it has read ours."""
-    with suppress(ChannelClosedError, ChannelTimeoutError, BadMessageError):
-        channel.send(Failed(text))
-        deadline = time.monotonic() + timeout
-        while (left := deadline - time.monotonic()) > 0:
-            channel.receive(left)
+        with suppress(ChannelClosedError, ChannelTimeoutError, BadMessageError):
+            channel.send(Failed(f"{type(error).__name__}: {error}\n{traceback.format_exc(limit=-6)}"))
+            # Until the trainer hangs up: closed at once, its next word would break the pipe before it has read ours
+            deadline = time.monotonic() + request.timeout_seconds
+            while (left := deadline - time.monotonic()) > 0:
+                channel.receive(left)
 
 
 def admitted(header: Any) -> tuple[Any, ...]:
@@ -129,11 +125,9 @@ def forget_images() -> None:
 
 
 def forget_prefixes() -> None:
-    """Has the scheduler that is loading weights flush its prefix cache although requests wait.
-
-    SGLang's ``retract`` gives back what a request has generated, but leaves its prompt in the prefix cache, where it
-    finds it when it goes on; and ``flush_cache`` refuses while any request waits, as all retracted ones do (sglang
-    #33783). They hold nothing of the cache, so it is flushed with the queue out of sight."""
+    """Has the scheduler that is loading weights flush its prefix cache although requests wait. SGLang's ``retract``
+    leaves a request's prompt in the prefix cache, and ``flush_cache`` refuses while any request waits, as all retracted
+    ones do (sglang #33783). They hold nothing of the cache, so it is flushed with the queue out of sight."""
     scheduler = loading_scheduler()
     waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
     try:
@@ -173,11 +167,10 @@ def write_digests(model: torch.nn.Module, named_tensors: NamedTensors) -> None:
 def digests_of(model: torch.nn.Module) -> dict[str, str]:
     """A digest of each parameter and persistent buffer of a model, tied ones once under their first name. Shares
     nothing with the code that moves weights: the standard library hashes the bytes that torch hands over."""
-
-    def digest(tensor: torch.Tensor) -> str:
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
-        return hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()
-
     persistent = set(model.state_dict(keep_vars=True))
-    named = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n in persistent)]
-    return {name: digest(tensor) for name, tensor in named if tensor.numel()}
+    digests = {}
+    for name, tensor in (*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n in persistent)):
+        if tensor.numel():
+            data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+            digests[name] = hashlib.blake2b(data.tobytes(), digest_size=16).hexdigest()
+    return digests

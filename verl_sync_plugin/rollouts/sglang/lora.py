@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from verl_sync_plugin.log import say
 from verl_sync_plugin.lora.settings import PREFIX
-from verl_sync_plugin.rollouts.sglang.loader import admitted, answer, loading_scheduler, tensor_parallel_rank
+from verl_sync_plugin.rollouts.sglang.loader import admitted, answer, loading_scheduler
 from verl_sync_plugin.rollouts.sglang.refusals import lacking
 
 Sent = tuple[str, int, int]  # a factor that was sent: its name, its elements, and ``sum_of_bits`` of it
@@ -94,6 +94,8 @@ def module_of(name: str) -> str:
 def check(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) -> None:
     """A loader of SGLang's that loads nothing. Rank 0 answers for all ranks of the engine: what is wrong, or nothing.
     ``named_tensors`` is one pair, whose name is a packed request of folder, adapter and sent (see ``look``)."""
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
     try:
         folder, adapter, sent = admitted(named_tensors[0][0])
     except Exception as error:  # of whoever can reach SGLang's port
@@ -107,9 +109,11 @@ def check(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]])
     except Exception as error:  # SGLang's own, with which it would end at the first request
         why = f"SGLang cannot place the adapter: {type(error).__name__}: {error}"
     try:
-        why = _first_of_all(why)
-        if tensor_parallel_rank() == 0:
-            answer(folder, why)
+        group = get_tp_group()
+        said = [""] * group.world_size
+        dist.all_gather_object(said, why, group=group.cpu_group)
+        if group.rank_in_group == 0:
+            answer(folder, next(filter(None, said), ""))
     except Exception as error:
         say(f"the check of an adapter was not answered: {error!r}")
 
@@ -202,12 +206,3 @@ def _is_sum(weight: torch.Tensor, sent: Sequence[Sent]) -> bool:
     elements, bits = sum(each[1] for each in sent), sum(each[2] for each in sent) % MODULUS
     times = weight.numel() // elements
     return times > 0 and sum_of_bits(weight) in (bits, bits * times % MODULUS)
-
-
-def _first_of_all(why: str) -> str:
-    from sglang.srt.distributed.parallel_state import get_tp_group
-
-    group = get_tp_group()
-    said = [""] * group.world_size
-    dist.all_gather_object(said, why, group=group.cpu_group)
-    return next(filter(None, said), "")

@@ -16,10 +16,6 @@ from verl_sync_plugin.engine.model import EngineModel
 from verl_sync_plugin.layout.tensors import layers_of
 from verl_sync_plugin.rollouts.sglang.refusals import ARGUMENTS
 
-# SGLang's DeepSeek loaders fuse these pairs inside one load_weights call; a pair torn over two calls leaves the fused
-# weight stale without a word (the first of a pair waits for the second)
-FUSED_PAIRS = tuple((f"q_a_proj.{kind}", f"kv_a_proj_with_mqa.{kind}") for kind in ("weight", "weight_scale_inv"))
-
 # A tied model's one weight as checkpoints have it, and its second name, which most checkpoints leave out
 EMBEDDING = re.compile(r"(?:[a-z_]+\.)*embed_tokens\.weight")
 HEAD = "lm_head.weight"
@@ -44,7 +40,9 @@ class SGLangModel(EngineModel):
     """Any model class of SGLang. Some write into the tensors that they are given (Gemma adds one to its norms)."""
 
     engine = "SGLang"
-    fused_pairs = FUSED_PAIRS
+    # DeepSeek's loaders fuse these pairs inside one load_weights call; a pair torn over two calls leaves the fused
+    # weight stale without a word (the first of a pair waits for the second)
+    fused_pairs = tuple((f"q_a_proj.{kind}", f"kv_a_proj_with_mqa.{kind}") for kind in ("weight", "weight_scale_inv"))
     plain_layout = (
         f"If these are experts, set +{ARGUMENTS}.moe_runner_backend=triton; else {TURN_OFF}, which does not notice."
     )
@@ -134,10 +132,8 @@ def _name_wrapped(module: torch.nn.Module) -> None:
 
 
 def copies_tied(module: torch.nn.Module) -> bool:
-    """True if embedding and head are tied by the configuration, and two parameters in SGLang's class all the same.
-
-    Its own load then leaves the head as it was allocated, for a tied checkpoint has none.
-    """
+    """True if embedding and head are tied by the configuration, and two parameters in SGLang's class all the same,
+    whose own load then leaves the head as it was allocated: a tied checkpoint has none."""
     config = getattr(module, "config", None)
     tied = getattr(getattr(config, "text_config", None) or config, "tie_word_embeddings", False)
     head = getattr(getattr(module, "lm_head", None), "weight", None)
@@ -153,11 +149,8 @@ def _expert_locations() -> Any:
 
 @contextmanager
 def _every_replica() -> Iterator[None]:
-    """Context in which a load writes every replica of an expert.
-
-    SGLang's loaders ask where an expert is, and get the replica that requests are sent to: of two on one GPU the other
-    keeps its old weights.
-    """
+    """Context in which a load writes every replica of an expert. SGLang's loaders ask where an expert is, and get the
+    replica that requests are sent to: of two on one GPU the other keeps its old weights."""
     locations = _expert_locations()
     nearest = getattr(locations, "logical_to_all_physical", None)
     if nearest is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -169,15 +170,9 @@ def draft_of(arguments: Mapping[str, Any]) -> str:
 def refuse_arguments(
     value_of: Callable[[str], Any], where: str, remedy: str = "", made: str = "", rows: Rows = REFUSED
 ) -> None:
-    """Judges SGLang's arguments: those that the user gives, and those that a launched SGLang has made of them.
-
-    Args:
-        value_of: the value of an argument; ``None`` where there is none.
-        where: the key under which a user gives arguments.
-        remedy: what helps where the argument cannot be served, in words.
-        made: says of a value that the user may not have given it.
-        rows: the refusals.
-    """
+    """Judges SGLang's arguments by ``rows``: those that the user gives, and those that a launched SGLang has made of
+    them. ``value_of``: the value of an argument, or ``None``; ``where``: the key under which a user gives arguments;
+    ``remedy``: in words, where one cannot be served; ``made`` says of a value that the user may not have given it."""
     for key, (served, why) in rows.items():
         if not served(value := value_of(key)):
             words = why.replace("{where}", where).replace("{remedy}", remedy)
@@ -188,27 +183,23 @@ def _refuse_second_word(rollout: Any, given: Mapping[str, Any]) -> None:
     """Arguments for which verl has a key: verl plans its ranks, and we the bytes, by that key and not by these."""
     parallel, attention = rollout.get("data_parallel_size", None) or 1, bool(given.get("enable_dp_attention", False))
     ranks = (rollout.get("tensor_model_parallel_size", None) or 1) * parallel
-
-    def same_as(expected: Any) -> Callable[[Any], bool]:
-        same = (None, SAME_DTYPES.get(expected, expected))
-        return lambda value: expected is None or SAME_DTYPES.get(value, value) in same
-
-    def shared_out(value: Any) -> bool:
-        """With DP attention SGLang shares out its own ranks and their number stays; else every one is a rank more."""
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        return value in (None, parallel) or (attention and whole and ranks % max(value, 1) == 0)
-
     one = "Remove the former and set the latter"
-    rows = {
-        "tp_size": (same_as(ranks), f"{PREFIX}.tensor_model_parallel_size, times data_parallel_size, is {ranks}. {one}")
-    }
+    same: dict[str, tuple[Any, str]] = {"tp_size": (ranks, "tensor_model_parallel_size, times data_parallel_size,")}
     for key, ours in SAME_WORDS.items():
         if key != "ep_size" or (given.get("moe_dp_size", None) or 1) <= 1:  # verl has no key for such a layout
-            expected = rollout.get(ours, None)
-            rows[key] = same_as(expected), f"{PREFIX}.{ours} is {expected!r}. {one}"
-    share = f"set +{ARGUMENTS}.enable_dp_attention=True, by which SGLang shares out its {ranks} ranks"
-    rows["dp_size"] = shared_out, f"{PREFIX}.data_parallel_size is {parallel}. {one}, or {share}"
-    refuse_arguments(given.get, ARGUMENTS, rows=rows)
+            same[key] = rollout.get(ours, None), ours
+    for key, (expected, ours) in same.items():
+        value = given.get(key, None)
+        if None not in (value, expected) and SAME_DTYPES.get(value, value) != SAME_DTYPES.get(expected, expected):
+            raise ValueError(f"{ARGUMENTS}.{key}={value!r}: {PREFIX}.{ours} is {expected!r}. {one}.")
+    # With DP attention SGLang shares out its own ranks and their number stays; else every one is a rank more
+    value = given.get("dp_size", None)
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if value not in (None, parallel) and not (attention and whole and ranks % max(value, 1) == 0):
+        raise ValueError(
+            f"{ARGUMENTS}.dp_size={value!r}: {PREFIX}.data_parallel_size is {parallel}. {one}, or set "
+            f"+{ARGUMENTS}.enable_dp_attention=True, by which SGLang shares out its {ranks} ranks."
+        )
     if parallel > 1 and not attention:
         raise ValueError(
             f"{PREFIX}.data_parallel_size={parallel}: SGLang takes weights for data-parallel ranks with DP attention "
@@ -217,7 +208,7 @@ def _refuse_second_word(rollout: Any, given: Mapping[str, Any]) -> None:
 
 
 def _parsed(text: Any) -> Mapping[str, Any]:
-    """JSON of SGLang's; what is none is SGLang's to refuse."""
+    """A JSON object; empty where there is none, which others refuse."""
     try:
         found = json.loads(text)
     except (TypeError, ValueError):
@@ -226,7 +217,9 @@ def _parsed(text: Any) -> Mapping[str, Any]:
 
 
 def refuse_checkpoint(path: str, override_config: Any = None, rollout: Any = None) -> None:
-    config = _config_in(path)
+    config: Mapping[str, Any] = {}  # of a name on the Hub, a remote folder, or none at all: verl says so
+    with suppress(OSError, ValueError):
+        config = _parsed((Path(path).expanduser() / "config.json").read_bytes())
     refuse_family(path, config, rollout)
     overrides = override_config or {}
     changed = _parsed(engine_arguments(rollout or {}).get("json_model_override_args", None))
@@ -238,15 +231,6 @@ def refuse_checkpoint(path: str, override_config: Any = None, rollout: Any = Non
             f"{given}: the trainer's model has {ours} layers (num_hidden_layers), SGLang's {theirs}. Change both, "
             f"the trainer's by {keys[0]}, SGLang's by {keys[1]}."
         )
-
-
-def _config_in(path: str) -> dict[str, Any]:
-    """A checkpoint's ``config.json`` in a folder of this machine; empty where there is none."""
-    try:
-        config = json.loads((Path(path).expanduser() / "config.json").read_text())
-    except (OSError, ValueError):  # a name on the Hub, a remote folder, or none at all: verl says so
-        return {}
-    return config if isinstance(config, dict) else {}
 
 
 def _layers(config: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
@@ -333,8 +317,14 @@ def refuse_untied(architectures: Iterable[str], where: str) -> None:
 
 def refuse_adapter(settings: Mapping[str, Any], keys: Mapping[str, str]) -> None:
     # Where the user gave them: PEFT's own list has modules that the adapter leaves out
-    if "target_modules" in keys:
-        _refuse_targets(settings["target_modules"], keys["target_modules"])
+    if key := keys.get("target_modules"):
+        targets = settings["target_modules"]
+        pattern = "" if targets == "all-linear" else "SGLang takes no pattern"
+        if why := pattern if isinstance(targets, str) else lacking(targets or ()):
+            raise ValueError(
+                f"{MODEL}.lora.merge=False with {key}: {why}. Name these modules, or all-linear, or set "
+                f"{MODEL}.lora.merge=True, which serves the adapter merged."
+            )
     for field in UNSERVABLE:
         value = settings.get(field)
         if value and value != "none":
@@ -343,18 +333,6 @@ def refuse_adapter(settings: Mapping[str, Any], keys: Mapping[str, str]) -> None
                 f"{MODEL}.lora.merge=False: SGLang cannot serve an adapter with {key}. "
                 f"Set {MODEL}.lora.merge=True, which serves it merged."
             )
-
-
-def _refuse_targets(targets: Any, key: str) -> None:
-    if isinstance(targets, str):
-        why = "" if targets == "all-linear" else "SGLang takes no pattern"
-    else:
-        why = lacking(targets or ())
-    if why:
-        raise ValueError(
-            f"{MODEL}.lora.merge=False with {key}: {why}. Name these modules, or all-linear, or set "
-            f"{MODEL}.lora.merge=True, which serves the adapter merged."
-        )
 
 
 def lacking(modules: Iterable[str]) -> str:
@@ -376,12 +354,10 @@ def refuse_experts(names: Iterable[str]) -> None:
         )
 
 
-def keep_cpu_backup(rollout: Any, model: Any) -> bool:
-    """Decides whether SGLang keeps a host copy of its weights while it sleeps; the same in every process.
-
-    The copy costs seconds per step (its allocation, not the transfer) and is overwritten by the next sync, so it is
-    needed only for weights that no sync writes. ``rollout``: verl's ``RolloutConfig``; ``model``: verl's
-    ``HFModelConfig``."""
+def keep_cpu_backup(model: Any) -> bool:
+    """True if SGLang keeps a host copy of its weights while it sleeps; the same in every process. ``model``: verl's
+    ``HFModelConfig``. The copy costs seconds per step (its allocation, not the transfer) and is overwritten by the next
+    sync, so it is needed only for weights that no sync writes."""
     from verl.workers.rollout.sglang_rollout.utils import lora_served_as_adapter
 
     if lora_served_as_adapter(model):

@@ -29,28 +29,21 @@ def new_token() -> str:
 
 
 def hand_down(token: str) -> None:
-    """Before SGLang is launched from this process: its processes inherit the token. Those of one engine on several
-    hosts need the same one."""
+    """Has the SGLang that this process launches inherit the token; one engine on several hosts needs the same one."""
     os.environ[TOKEN_VARIABLE] = token
 
 
 def pack_request(request: tuple[Any, ...]) -> bytes:
     """A request (``LoadRequest.to_wire()``, for example) and the token as SGLang's serialized named tensors: one pair
-    of these and an empty tensor. From the process that launched SGLang.
-
-    The request goes into the name slot of ``update_weights_from_tensor``, and passes SGLang's ``SafeUnpickler`` because
-    it consists of builtins. Plain pickle on purpose: SGLang's serializer shares tensors through the multiprocessing
-    machinery, which would leave a shared-memory segment over for a tensor without bytes.
-    """
+    of these and an empty tensor. From the process that launched SGLang. The request is in the slot of a name, and
+    passes SGLang's ``SafeUnpickler`` because it consists of builtins. Plain pickle on purpose: SGLang's serializer
+    would leave a segment of shared memory over for a tensor without bytes."""
     return dumps([((*request, os.environ[TOKEN_VARIABLE]), torch.empty(0))])
 
 
 def dumps(value: object) -> bytes:
-    """Pickles builtins and tensors on the CPU.
-
-    megatron-core 0.18 replaces a function of torch's in every process that imports it, and the pickles of these
-    processes name the replacement, which SGLang refuses. Here they name torch's.
-    """
+    """Pickles builtins and tensors on the CPU. megatron-core 0.18 replaces a function of torch's in every process that
+    imports it, whose pickles name the replacement, which SGLang refuses. Here they name torch's."""
     held: Any = vars(torch.storage)[_STORAGE]
     setattr(torch.storage, _STORAGE, held if held.__module__ == torch.storage.__name__ else _load_from_bytes)
     try:

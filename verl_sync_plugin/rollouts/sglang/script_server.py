@@ -61,22 +61,19 @@ class ScriptServer(WeightUpdates):
             raise RuntimeError(f"the engine's memory is released ({', '.join(released)}): resume it first")
         request = GenerateReqInput(input_ids=prompts, sampling_params=sampling, return_logprob=True)
         answers = await anext(self.tokenizer_manager.generate_request(request, None))
-        return [
-            (
-                answer["output_ids"],
-                [item[0] for item in answer["meta_info"]["output_token_logprobs"]],
-                answer["meta_info"]["finish_reason"]["type"],
-            )
-            for answer in answers
-        ]
+        answered: list[Answered] = []
+        for each in answers:
+            meta = each["meta_info"]
+            log_probs = [item[0] for item in meta["output_token_logprobs"]]
+            answered.append((each["output_ids"], log_probs, meta["finish_reason"]["type"]))
+        return answered
 
     async def abort(self) -> None:
         """Ends all requests."""
         self.tokenizer_manager.abort_request(abort_all=True)
 
     async def reset_weights(self) -> None:
-        """Fills all parameters of all ranks with random numbers, by SGLang's own ``/weights_checker``. Raises
-        RuntimeError where that refuses."""
+        """Fills all parameters of all ranks with random numbers, by SGLang's own ``/weights_checker``."""
         request = CheckWeightsReqInput(action="reset_tensors")
         success, message, *_ = await self.tokenizer_manager.check_weights(request)
         if not success:

@@ -94,7 +94,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
             sglang_kwargs.setdefault("speculative_draft_load_format", "auto")  # else as the target: dummy, most often
             say(f"rollout server: the draft model {draft} keeps the weights of its checkpoint")
         hand_down(self.engine_token or new_token())
-        backup = keep_cpu_backup(self.config, self.model_config)
+        backup = keep_cpu_backup(self.model_config)
         with compat.launch_shims(), self._decided(backup):
             await super().launch_server(master_address=master_address, master_port=master_port, **more)
         # SGLang's schedulers and its detokenizer; what these start themselves, to compile kernels, comes and goes
@@ -102,11 +102,11 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         if self.node_rank == 0:
             rows = IN_FP8 if self.config.quantization == "fp8" else REFUSED
             refuse_arguments(resolved(self.tokenizer_manager), ARGUMENTS, TURN_OFF, AT_LAUNCH, rows)
-            launched = bool(self.tokenizer_manager.server_args.enable_weights_cpu_backup)
-            if launched and not backup and self.rollout_mode == RolloutMode.HYBRID:
+            kept = bool(self.tokenizer_manager.server_args.enable_weights_cpu_backup)
+            if kept and not backup and self.rollout_mode == RolloutMode.HYBRID:
                 raise RuntimeError(
-                    f"SGLang keeps a CPU backup of its weights ({launched}) although the sync decided on {backup}; "
-                    "this verl does not launch SGLang the way verl-sync-plugin expects"
+                    "SGLang keeps a CPU backup of its weights, which the sync has decided against; this verl does not "
+                    "launch SGLang the way verl-sync-plugin expects"
                 )
             self.guard_requests()
         word = "on" if backup else "off"
@@ -117,14 +117,11 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         """Context in which verl's launch takes the sync's decision on the CPU backup. It has no argument for that: it
         turns the copy on in hybrid mode and with LoRA. So a server that needs none is shown as standalone and, where
         LoRA is merged before the sync, without LoRA; the launch reads both for nothing else."""
-        mode, model = self.rollout_mode, self.model_config
-        if backup or mode != RolloutMode.HYBRID:
-            yield
-            return
-        rank = model.lora_rank
-        self.rollout_mode = RolloutMode.STANDALONE
-        if not self.lora_as_adapter:
-            object.__setattr__(model, "lora_rank", 0)  # the config is frozen
+        mode, model, rank = self.rollout_mode, self.model_config, self.model_config.lora_rank
+        if not backup and mode == RolloutMode.HYBRID:
+            self.rollout_mode = RolloutMode.STANDALONE
+            if not self.lora_as_adapter:
+                object.__setattr__(model, "lora_rank", 0)  # the config is frozen
         try:
             yield
         finally:
@@ -134,8 +131,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
     # Requests
 
     def guard_requests(self) -> None:
-        """Has every request to the tokenizer manager wait until it may be computed, from verl as over HTTP, whose
-        clients get status 503 where that is in vain.
+        """Has every request to the tokenizer manager, from verl and over HTTP, wait until it may be computed.
 
         Where requests may span a sync and SGLang does not say so, ``weight_versions`` is added to the ``meta_info`` of
         their answers, whose ``weight_version`` is that of the last token alone. With ``in_place`` they share a cached
@@ -181,9 +177,8 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
             raise HTTPException(UNAVAILABLE, str(error)) from error
 
     async def admit(self) -> None:
-        """Waits until a request may be computed: the engine has had its first sync where it needs one, none is under
-        way, and its memory is there. Raises HalfWrittenError where the last sync failed, or the first one does not
-        come. Where nothing is to be waited for it returns without letting anything else run."""
+        """Waits until a request may be computed (``WeightsGate``). Raises HalfWrittenError where the last sync failed,
+        or the first one does not come. Lets nothing else run where there is nothing to wait for."""
         await self._gate.first_sync(together_seconds(self._sync.timeout_seconds))
         await self._gate.enter()
 
@@ -304,8 +299,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         self, settings: dict[str, Any], packed: bytes, sent: list[tuple[str, int, int]], weight_version: str | None
     ) -> float:
         """Replaces the adapter under verl's name for it, and sees that SGLang computes with all of it, or raises
-        ValueError. Arguments as ``rollouts.sglang.pack_adapter`` returns them; version and result as of
-        ``load_weights``."""
+        ValueError. Arguments of ``rollouts.sglang.pack_adapter``; version and result of ``load_weights``."""
         await self.begin_load()
         self._version, self._flushing = weight_version, None
         if self._served != (names := [name for name, *_ in sent]):
@@ -317,7 +311,6 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         return slept
 
     async def finish_sync(self, tags: list[str]) -> None:
-        """Ends a sync as ``WeightUpdates``, and resumes generation where the load has paused it."""
         await super().finish_sync(tags)
         if self.paused_by_load:
             if self.occupation.released:  # by a driver that has not paused
@@ -339,12 +332,9 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
 
 
 async def end_requests(tokenizer_manager: Any, seconds: float = ABORT_SECONDS) -> bool:
-    """Aborts all requests and waits until they have ended; whether they have within ``seconds``.
-
-    SGLang's own pause does so, too, but looks only once a second whether they have: with any request in flight it
-    takes a second, where requests end within a step of the engine. What has not come to SGLang's scheduler yet (images
-    that are read, the second of several responses) outlives an abort, so they are aborted again.
-    """
+    """Aborts all requests and waits until they have ended; True if they have within ``seconds``. SGLang's own pause
+    looks only once a second. What has not come to its scheduler yet (images that are read, the second of several
+    responses) outlives an abort, so requests are aborted again."""
     end = again = time.monotonic()
     end += seconds
     while True:
@@ -364,9 +354,8 @@ def server_of_one_engine() -> Any:
 
 
 class SyncSGLangReplica(SGLangReplica):
-    """Uses ``SyncSGLangHttpServer`` for the actor's rollout. Reward and teacher models keep verl's server, as do
-    replicas whose weights come from one of verl's checkpoint engines, or that share a trainer's GPUs but not its
-    weights."""
+    """Uses our server for the actor's rollout. Reward and teacher models keep verl's, as do replicas whose weights come
+    from one of verl's checkpoint engines, or that share a trainer's GPUs but not its weights."""
 
     server_class: Any
 

@@ -44,7 +44,7 @@ class WeightUpdates:
         self._gate.begin()
 
     async def release_tags(self, tags: list[str]) -> None:
-        """Releases what is still resident of ``tags``; see ``Occupation``."""
+        """Releases what is still resident of ``tags``."""
         await self.occupation.change("release", tags, self._release)
 
     async def _release(self, tags: list[str]) -> None:
@@ -60,12 +60,17 @@ class WeightUpdates:
     async def wake(self, tags: list[str]) -> None:
         """Resumes what is released of ``tags``; once all is there, the prefix cache is flushed."""
         await self.resume_tags(tags)
-        await self._flush()
+        under_way, self._flushing = self._flushing, None
+        if self._asleep or self.keeps_requests:  # SGLang flushes nothing while it has requests
+            return
+        flushed = await (under_way or self.tokenizer_manager.flush_cache())
+        if not getattr(flushed, "success", True):
+            raise RuntimeError("SGLang could not flush its cache after the weight sync: requests are running")
 
     async def load_weights(self, request: tuple[Any, ...], weight_version: str | None) -> float:
-        """Has every scheduler rank call our loader, and returns when all have left it. ``request``:
-        ``LoadRequest.to_wire()``; ``weight_version``: what SGLang and verl report once ``finish_sync`` ends this sync.
-        Returns seconds the sleep before this sync took; 0.0 without one."""
+        """Has every scheduler rank call our loader, and returns when all have left it: the seconds that the sleep
+        before this sync took, 0.0 without one. ``request``: ``LoadRequest.to_wire()``; ``weight_version``: what SGLang
+        and verl report once ``finish_sync`` ends this sync."""
         packed = pack_request(request)
         await self.begin_load()
         self._version, self._flushing = weight_version, None
@@ -87,8 +92,7 @@ class WeightUpdates:
             raise RuntimeError(f"SGLang refused the weight update: {message}")
 
     async def ask_ranks(self, loader: str, *question: Any) -> list[Any]:
-        """Calls a loader that loads nothing with a folder and ``question``; returns what ranks on this host answered
-        (``loader.answer``), by rank."""
+        """Calls a loader that loads nothing; returns what ranks on this host answered (``loader.answer``), by rank."""
         with tempfile.TemporaryDirectory(prefix="verl-sync-answers-") as folder:
             await self._call_loader(loader, pack_request((folder, *question)))
             answers = sorted(Path(folder).iterdir(), key=lambda path: int(path.name))
@@ -130,14 +134,6 @@ class WeightUpdates:
     @property
     def _asleep(self) -> bool:
         return bool({KV_CACHE, WEIGHTS} & self.occupation.released)
-
-    async def _flush(self) -> None:
-        under_way, self._flushing = self._flushing, None
-        if self._asleep or self.keeps_requests:  # SGLang flushes nothing while it has requests
-            return
-        flushed = await (under_way or self.tokenizer_manager.flush_cache())
-        if not getattr(flushed, "success", True):
-            raise RuntimeError("SGLang could not flush its cache after the weight sync: requests are running")
 
 
 def resolved(manager: Any) -> Callable[[str], Any]:
