@@ -23,7 +23,6 @@ from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, View
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.rollouts import rollout_of
-from verl_sync_plugin.rollouts.gate import Occupation
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.base import ParameterSource
@@ -232,28 +231,3 @@ def test_a_silent_engine_hears_of_a_failure_once_and_is_waited_for_once(where: s
     assert text == same and other == []
     assert leader == [*asked, f"abandon_sync: {text}"]
     assert seconds < (2.5 if where == "finish" else 1.5) * WAIT
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_what_an_engine_failed_to_do_is_asked_again(late: bool) -> None:
-    """At once, or after whoever asked had given up."""
-
-    async def story() -> None:
-        asked: list[list[str]] = []
-        there: list[bool] = []
-        occupation = Occupation("the engine", 0.5, there.append)
-
-        async def ask(tags: list[str]) -> None:
-            asked.append(tags)
-            if len(asked) == 1:
-                await asyncio.sleep(0.75 * late)
-                raise RuntimeError("injected")
-
-        with pytest.raises(TimeoutError if late else RuntimeError):
-            await occupation.change("release", ["weights"], ask)
-        for _ in range(2):
-            await occupation.change("release", ["weights"], ask)
-        assert asked == [["weights"]] * 2 and occupation.released == {"weights"}
-        assert there == [False, True, False, False], "none of its memory is touched until it has answered"
-
-    asyncio.run(story())

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,13 +27,9 @@ from contract.families import FAMILIES
 from contract.sglang_models import check_same, weights_of
 from contract.sources import reads_unseen, same_everywhere
 from contract.wire import CPU, Wire
-from verl_sync_plugin.copies.copier import Memory, _PlainPrepared
 from verl_sync_plugin.engine import introduce
 from verl_sync_plugin.engine.load import refuse_rearranged
-from verl_sync_plugin.engine.recorder import Recording
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.layout.load_map import owners_of, read_parts
-from verl_sync_plugin.layout.tensors import hulls_of, numbers_of
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.rollouts.sglang.refusals import ALWAYS_TIED
 from verl_sync_plugin.verify import DERIVED
@@ -170,19 +165,6 @@ def moved_parameters_start_over(config: Any) -> None:
         known = wire.load.map
 
 
-def moved_experts_start_over(config: Any) -> None:
-    """Expert load balancing changes what a place holds, not where it is."""
-    from sglang.srt.eplb import expert_location
-
-    wire = Wire(models.build(config), weights_of("qwen2", 0), 1, 1 << 20, verified=False)
-    placed = SimpleNamespace(physical_to_logical_map_cpu=torch.tensor([[1, 0]]))
-    wire.sync(weights_of("qwen2", 1))
-    before = wire.load.map
-    with mock.patch.object(expert_location, "get_global_expert_location_metadata", lambda: placed):
-        wire.sync(weights_of("qwen2", 3))
-        assert wire.load.map is not before
-
-
 def a_model_that_keeps_tensors_loads_all_of_them(config: Any) -> None:
     """Neither as a parameter's data nor as an attribute: bytes of a slot are only lent."""
     keepers = (
@@ -205,7 +187,7 @@ def a_wrong_recording_is_found(config: Any) -> None:
     honest = introduce.record
     swapped = {GATE: UP, UP: GATE}
 
-    def wrong(*args: Any) -> Recording:
+    def wrong(*args: Any) -> Any:
         recording = honest(*args)
         recording.writes = [replace(each, name=swapped.get(each.name, each.name)) for each in recording.writes]
         return recording
@@ -245,6 +227,16 @@ def unknown_names_are_an_error(config: Any) -> None:
             wire.sync(with_one_more(1))
     wire = Wire(model, weights_of("qwen2", 0), 1, 1 << 16)
     assert all(wire.sync(weights_of("qwen2", seed)) == 27 for seed in (1, 2))
+
+
+def what_is_written_only_in_part_is_an_error(config: Any) -> None:
+    """Though the engine keeps a host copy; here no rank is sent a quarter of two fused parameters."""
+    some = [each for each in weights_of(MOE, 1) if "layers.1.mlp.experts.2." not in each[0]]
+    wire = Wire(models.build(config), some, 2, 1 << 16)
+    for _ in range(2):
+        with pytest.raises(SyncError, match="unwritten, or writes them only in part") as caught:
+            wire.sync(some)
+        assert "model.layers.1.mlp.experts.w2_weight" in same_everywhere(str(caught.value))
 
 
 def half_of_a_tensor_is_an_error(config: Any) -> None:
@@ -323,9 +315,8 @@ def an_untied_head_is_an_error_where_the_engine_ties(config: Any) -> None:
     Wire(model, tied, 2, 1 << 16).sync(tied)
 
 
-# One flipped bit: ``staging`` is the bucket between its packing and its load, ``passage`` the copy itself, whose reader
-# has hashed what it was to copy, and ``destination`` the engine's parameter after all copies. In a running engine:
-# ``tests/bare_engine``
+# One flipped bit: ``staging`` is the bucket between its packing and its load, ``passage`` what a copy puts down, which
+# has hashed what it read, and ``destination`` the parameter once all is loaded. In a running engine: ``tests/bare_engine``
 
 LAYER = "model.layers.1."
 # Parts of fused parameters, cut by columns and by rows, the vocabulary, what every rank holds whole; tied ends; experts
@@ -344,42 +335,36 @@ VICTIMS = {
 }
 
 
-@contextmanager
-def a_flip(wire: Wire, where: str, victim: str) -> Iterator[tuple[Callable[[torch.Tensor], None], Callable[[], None]]]:
-    """During the next sync; what ``Wire.sync`` takes for it. In passage and destination of the last rank only."""
-    (bucket,) = wire.plan.buckets
-    owners = owners_of([bucket.entries])
-    owner = owners[numbers_of([bucket.entries])[victim]]
-    parts = read_parts(wire.load.map, [bucket.entries], owners)
-    groups = {group for group, (number, _) in enumerate(parts) if number == owner}
-    place = next(hull.first for hull in hulls_of(bucket.entries) if victim in hull.names) + 7
-    held: list[torch.Tensor] = []  # bytes of the victim in the engine's parameters
-    honest, last = _PlainPrepared.run, dist.get_rank() == dist.get_world_size() - 1
-
-    def flip(memory: torch.Tensor, at: int, there: bool) -> None:
-        if there:
-            memory[at] ^= 2
-
-    def run(prepared: Any, memory: Memory, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
-        honest(prepared, memory, sums, copy, hashed)
-        for block in prepared._blocks if copy else ():
-            if block.group in groups and not held:
-                flat, start = prepared._targets.find(block.target)
-                held.append(flat[start : start + 8])
-                flip(held[0], 7, where == "passage" and last)
-
-    with mock.patch.object(_PlainPrepared, "run", run):
-        yield (
-            lambda memory: flip(memory, place, where == "staging"),
-            lambda: flip(held[0], 7, where == "destination" and last),
-        )
+def lies_in(memories: Iterable[torch.Tensor], sent: torch.Tensor) -> torch.Tensor:
+    """The place of a tensor's last bytes in one of these; of a tensor that is cut, they are the last rank's."""
+    last = sent.view(-1)[-4:].view(torch.uint8)
+    for memory in memories:
+        held = memory.detach().view(-1).view(torch.uint8)
+        if (at := held.numpy().tobytes().find(last.numpy().tobytes())) >= 0:
+            return held[at : at + len(last)]
+    raise AssertionError("no memory holds it")
 
 
 def found_by(wire: Wire, weights: models.Weights, where: str, victim: str, hashes: bool) -> str:
-    """Empty if nobody noticed the flip."""
+    """The finder of a flip in the next sync, empty if nobody noticed. In passage and destination of the last rank
+    only."""
+    sent, last, honest = dict(weights)[victim], dist.get_rank() == dist.get_world_size() - 1, wire.load.load
+
+    def flip(memories: Iterable[torch.Tensor], now: str) -> None:
+        if where == now and (last or now == "staging"):
+            lies_in(memories, sent)[3] ^= 2
+
+    def load(*given: Any) -> None:
+        honest(*given)
+        flip(wire.model.parameters(), "passage")
+
     try:
-        with nullcontext() if hashes else reads_unseen(), a_flip(wire, where, victim) as (spoil, behind):
-            wire.sync(weights, spoil, behind)
+        with nullcontext() if hashes else reads_unseen(), mock.patch.object(wire.load, "load", load):
+            wire.sync(
+                weights,
+                lambda memory: flip([memory], "staging"),
+                lambda: flip(wire.model.parameters(), "destination"),
+            )
     except SyncError as error:
         text = str(error)
         assert victim in text, text
@@ -413,7 +398,6 @@ def stories(folder: Path) -> None:
     for story in (
         what_a_copy_would_get_wrong_is_left_to_the_model,
         moved_parameters_start_over,
-        moved_experts_start_over,
         a_model_that_keeps_tensors_loads_all_of_them,
         a_wrong_recording_is_found,
         unknown_names_are_an_error,
@@ -495,6 +479,7 @@ def experts_in_the_order_of_amd_are_refused(config: Any) -> None:
 def experts(folder: Path) -> None:
     config = models.start(folder, MOE, ep_size=2, ep_num_redundant_experts=2)
     experts_in_the_order_of_amd_are_refused(config)
+    what_is_written_only_in_part_is_an_error(config)
     every_replica_gets_its_weights(config)
 
 

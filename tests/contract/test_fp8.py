@@ -31,29 +31,25 @@ from contract.fsdp_models import (
     change,
     deliver,
     fsdp1,
+    manager_of,
     merging_source,
     open_source,
     peft_model,
     shard,
 )
-from contract.reading import CPU, LARGE, WAYS, State, planned
+from contract.reading import LARGE, WAYS, State, planned
 from contract.reading import deliver as deliver_plan
 from contract.sglang_models import build as build_engine
 from contract.sglang_models import start, weights_of
+from contract.sources import StandIn
 from contract.test_families import found_by, outcome, table
-from contract.test_lora_syncs import out_of_memory
+from contract.test_lora_syncs import WEIGHT, out_of_memory
 from contract.wire import Wire
 from megatron_cpu import stories
 from megatron_cpu.engines import Layout as MegatronLayout
 from pages import DOCS, check
-from verl_sync_plugin.copies.packing import Packer
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.report import SyncReport
-from verl_sync_plugin.sync.sender import BucketSender
-from verl_sync_plugin.sync.ways import Reach, Staged, Sync
-from verl_sync_plugin.trainers.base import WirePolicy, name_culprit
-from verl_sync_plugin.trainers.fp8 import QuantizingSource
-from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.trainers.base import WirePolicy
 
 TABLE = DOCS / "fp8.md"
 SIZE = 16
@@ -168,44 +164,39 @@ def test_a_bit_that_flips_in_a_weight_or_a_scale_is_found(tmp_path: Path) -> Non
     run_fresh(1, flips, tmp_path)
 
 
-def broken_on_one_rank() -> list[str]:
+def broken_on_one_rank() -> tuple[str, str]:
     """Rank 1 has a NaN, or cannot read a weight; then it can, and all is as without a failure."""
-    layout, said = Layout((2,)), []
-    module = shard(build("qwen2"), layout)
-    name, agreement, sender = "model.layers.1.mlp.down_proj.weight", Agreement(20.0), BucketSender(CPU, 20.0)
-    plain = open_source(module, "qwen2")
-    expected = deliver_plan(plain, *planned(plain, LARGE))
-    policy = WirePolicy(torch.bfloat16, blocks=dict(projections(expected, (SIZE, SIZE))))
-    source = QuantizingSource(plain, policy, CPU, 20.0)
-    parameter: Any = dict(module.named_parameters())[name]
-    local = parameter.to_local()
-    plan, shards = planned(source, LARGE)
-    held = local[0, 0].item()
+    module, second = shard(build("qwen2"), Layout((2,))), dist.get_rank() == 1
+    plain = open_source(module)
+    expected = deliver(plain, LARGE)
+    blocks = projections(expected, (SIZE, SIZE))
+    manager: Any = manager_of(module, StandIn(), delivery="staged")
+    manager.trainer.policy.blocks.update(blocks)
+    first = dict(module.named_parameters())[WEIGHT].to_local()[0, :1]  # type: ignore[attr-defined]
+    held = first.detach().clone()
     with torch.no_grad():
-        local[0, 0] = torch.nan if dist.get_rank() == 1 else held
-    packer = Packer(CPU, plan, dist.get_rank())
-    list(source.prepare(plan.buckets[0].bases))
-    packer.pack(0, torch.empty(plan.slot_bytes, dtype=torch.uint8), shards)
-    found = (name_culprit(plan.buckets[broken], shards, source, dist.get_rank()) for broken in packer.broken())
-    said.append(" ".join(map(str, found)))
+        first.copy_(torch.nan if second else held)
+    sync, way = manager.plan()
+    way.fill(sync)
+    with pytest.raises(ValueError) as nan:
+        way.check_finite(sync)
     with torch.no_grad():
-        local[0, 0] = held
-    plan, shards = planned(source, LARGE)
-    if dist.get_rank() == 1:
-        place = next(i for i, each in enumerate(source._found) if each.base.views[0].name == name)
-        source._found[place] = replace(source._found[place], local=out_of_memory)
-    sender.reserve(plan)
-    with pytest.raises(SyncError) as caught:
-        Staged(agreement, sender, agreement, Reach()).fill(Sync(plan, source, shards, SyncReport(), ()))
-    said.append(str(caught.value))
-    sender.close()
-    check_quantized(plain, expected, policy.blocks, LARGE, False)
-    return said
+        first.copy_(held)
+    sync, way = manager.plan()
+    if second:
+        shards = sync.source._found
+        place = next(at for at, each in enumerate(shards) if each.base.views[0].name == WEIGHT)
+        shards[place] = replace(shards[place], local=out_of_memory)
+    with pytest.raises(SyncError) as failure:
+        way.fill(sync)
+    manager.sender.close()
+    check_quantized(plain, expected, blocks, LARGE, False)
+    return str(nan.value), str(failure.value)
 
 
 def test_a_broken_weight_is_named_and_a_rank_that_fails_leaves_nobody_alone() -> None:
     (nan, failure), (_, same) = run_world(2, broken_on_one_rank, timeout=60)
-    assert nan == "'model.layers.1.mlp.down_proj.weight' holds NaN or Inf in the trainer", "its scale is on rank 0"
+    assert f"parameter '{WEIGHT}' holds NaN or Inf in the trainer" in nan, "its scale is on rank 0"
     assert "rank 1: torch.OutOfMemoryError: injected" in failure and failure.count("rank ") == 1, failure
     assert failure == same
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, Qwen2Config
 from worlds import run_world
@@ -29,7 +29,6 @@ from contract.fsdp_models import (
     SIZES,
     Layout,
     build,
-    change,
     fsdp1,
     open_source,
     shard,
@@ -188,66 +187,56 @@ def permuted(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
     return tensor.detach().permute(order).contiguous().permute(back)
 
 
-def strided_syncs(layout: Layout) -> None:
-    """FSDP1 keeps a parameter in the order of its memory. FSDP2 refuses such parameters; its buffers may be so."""
-    model: Any = build("qwen2")
-    first = model.model.layers[0]
-    for module in (first.self_attn.q_proj, first.mlp.down_proj, model.model.embed_tokens, model.lm_head):
-        if layout.strategy:
-            module.weight = torch.nn.Parameter(permuted(module.weight, [1, 0]))
-    table = torch.randn(5, 5)
-    first.register_buffer("table", permuted(torch.randn(2, 3, 4), [2, 0, 1]))
-    first.register_buffer("square", table)
-    first.register_buffer("turned", table.t())  # the same memory, read the other way
-    parameters, module = parameters_of(model), shard(model, layout)
-    source = open_source(module, *KEEP)
-    for _ in range(2):
-        expected = on_the_wire(torchs_own_state(module), parameters, layout)
-        for bucket_bytes, sharded in WAYS:
-            check_same(one_sync(module, source, bucket_bytes, sharded)[0], expected)
-        change(module)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [Layout((2,)), *(fsdp1(2, original, way) for way in ("FULL_SHARD", "NO_SHARD") for original in (True, False))],
-    ids=str,
-)
-def test_tensors_in_another_order_of_memory_arrive_as_the_state_dict_has_them(layout: Layout) -> None:
-    run_world(layout.size, strided_syncs, layout)
-
-
 class Odd(torch.nn.Module):
-    """Parameters of random shapes, in memory in random order."""
+    """Parameters of random shapes, in memory in random order, unless ``plain``; buffers so, too."""
 
     config = SimpleNamespace(model_type="none")
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, plain: bool) -> None:
         super().__init__()
         chosen = random.Random(seed)
         torch.manual_seed(seed)
         for number in range(6):
             shape = [chosen.choice((1, 2, 3, 5)) for _ in range(chosen.randint(1, 4))]
-            order = chosen.sample(range(len(shape)), len(shape))
-            self.register_parameter(f"p{number}", torch.nn.Parameter(permuted(torch.randn(shape), order)))
+            order = range(len(shape)) if plain else chosen.sample(range(len(shape)), len(shape))
+            self.register_parameter(f"p{number}", torch.nn.Parameter(permuted(torch.randn(shape), [*order])))
+        square = torch.randn(5, 5)
+        self.register_buffer("table", permuted(torch.randn(2, 3, 4), [2, 0, 1]))
+        self.register_buffer("square", square)
+        self.register_buffer("turned", square.t())  # the same memory, read the other way
 
 
-def flat(module: torch.nn.Module, world: int, original: bool) -> tuple[torch.nn.Module, ParameterSource]:
-    mesh = init_device_mesh("cpu", (world,))
-    wrapped = FullyShardedDataParallel(module, device_mesh=mesh, device_id=CPU, use_orig_params=original)
-    return wrapped, open_source(wrapped, wire="float32")
+def wrapped(module: torch.nn.Module, layout: Layout) -> tuple[torch.nn.Module, ParameterSource]:
+    mesh = init_device_mesh("cpu", layout.mesh)
+    if not layout.strategy:
+        return fully_shard(module, mesh=mesh), open_source(module)
+    module = FullyShardedDataParallel(
+        module, sharding_strategy=ShardingStrategy[layout.strategy], device_mesh=mesh, device_id=CPU,
+        use_orig_params=layout.use_orig_params,
+    )  # fmt: skip
+    return module, open_source(module)
 
 
-def odd_syncs(world: int, original: bool) -> None:
+def odd_syncs(layout: Layout) -> None:
+    """FSDP1 keeps a parameter in the order of its memory. FSDP2 refuses such parameters; its buffers may be so."""
     for seed in range(40):
-        module, source = flat(Odd(seed), world, original)
-        check_same(one_sync(module, source, 64)[0], torchs_own_state(module))
+        module, source = wrapped(Odd(seed, plain=not layout.strategy), layout)
+        expected = {n: t.bfloat16() if n.startswith("p") else t for n, t in torchs_own_state(module).items()}
+        for bucket_bytes, sharded in ((64, False), (LARGE, False), (64, True)):
+            check_same(one_sync(module, source, bucket_bytes, sharded)[0], expected)
 
 
-@pytest.mark.parametrize("original", [True, False])
-@pytest.mark.parametrize("world", [1, 2])
-def test_any_shape_in_any_order_arrives(world: int, original: bool) -> None:
-    run_world(world, odd_syncs, world, original)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout((2,)),
+        *(fsdp1(world, original) for world in (1, 2) for original in (True, False)),
+        *(fsdp1(2, original, "NO_SHARD") for original in (True, False)),
+    ],
+    ids=str,
+)
+def test_any_shape_in_any_order_of_memory_arrives_as_the_state_dict_has_it(layout: Layout) -> None:
+    run_world(layout.size, odd_syncs, layout)
 
 
 def refused() -> list[str]:
@@ -258,7 +247,7 @@ def refused() -> list[str]:
     odd = torch.nn.Linear(6, 6, bias=False)
     fully_shard(odd, mesh=mesh, shard_placement_fn=lambda _: torch.distributed.tensor.Shard(1))
     gapped.config = odd.config = Odd.config  # type: ignore[assignment]
-    for source in (flat(gapped, 2, True)[1], open_source(odd)):
+    for source in (wrapped(gapped, fsdp1(2, True))[1], open_source(odd)):
         with pytest.raises(ValueError) as caught:
             source.shards()
         texts.append(str(caught.value))

@@ -491,6 +491,40 @@ def test_the_cache_goes_back_before_the_trainer_hears_of_the_end(
     assert ends == ["emptied", "committed", "committed"] and waits.count(together_seconds(TIMEOUT)) == 2
 
 
+def failing_release(checkpoint: str, folder: str, late: bool) -> None:
+    """An engine that failed to release its memory is asked again; until it has answered, nothing touches that."""
+    place, asked = OneProcess(checkpoint, Path(folder)), list[set[str]]()
+    place.sync()
+    honest = place.sglang.release_memory_occupation
+
+    async def release(obj: Any, request: None) -> None:
+        asked.append(set(obj.tags))
+        if len(asked) == 1:
+            await asyncio.sleep(0.75 * late)
+            raise RuntimeError("injected")
+        await honest(obj, request)
+
+    place.server.occupation._timeout = 0.5
+    with mock.patch.object(place.sglang, "release_memory_occupation", release):
+        with pytest.raises(TimeoutError if late else RuntimeError):
+            place.sleep()
+        assert place.request() == "a wait"
+        for _ in range(2):
+            place.sleep()
+    assert asked == [TAGS] * 2 and place.sglang.released == TAGS
+    place.sync()
+    assert place.model.holds(place.source.weights) and place.request() == "an answer"
+    place.close()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_engine_that_failed_to_sleep_is_asked_again(
+    late: bool, tiny_model: Callable[[str], str], tmp_path: Path
+) -> None:
+    """At once, or after whoever asked had given up."""
+    run_world(1, failing_release, tiny_model("qwen2"), str(tmp_path), late)
+
+
 def packed_with_a_nan(checkpoint: str, folder: str) -> None:
     """A parameter that was packed counts as it was, even if it has changed back before anybody looks it up."""
     place = OneProcess(checkpoint, Path(folder), delivery="staged")
@@ -502,7 +536,7 @@ def packed_with_a_nan(checkpoint: str, folder: str) -> None:
         honest(*args)
         part[3] = before
 
-    said = "was NaN or Inf when it was packed, and in the trainer all of them are finite"
+    said = r"one of \[.*'b\.weight'.*\] was NaN or Inf when it was packed, and in the trainer all of them are finite"
     with mock.patch.object(place.manager.sender, "pack", packing), pytest.raises(SyncError, match=said):
         place.sync()
     place.sync()

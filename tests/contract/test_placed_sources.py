@@ -29,7 +29,6 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.live import Live, LiveTrainer
-from verl_sync_plugin.trainers.placed import PlacedSource, ShardSpecTrainer, simple
 from verl_sync_plugin.transport.agreement import Agreement
 
 Export = Callable[[], Any]
@@ -98,14 +97,15 @@ def mixed_state(meshes: tuple[tuple[int, ...], ...]) -> tuple[State, State]:
 
 def any_placement(meshes: tuple[tuple[int, ...], ...]) -> None:
     whole, cut = mixed_state(meshes)
-    assert not simple(cut.values())
 
     def change() -> None:
         for name in whole:
             for tensor in (whole[name], cut[name]):
                 (tensor.to_local() if isinstance(tensor, DTensor) else tensor).mul_(2)
 
-    check(open_source(cut), lambda: {n: wire(n, t) for n, t in whole.items()}, change)
+    source = open_source(cut)
+    assert type(source).__name__ == "PlacedSource"
+    check(source, lambda: {n: wire(n, t) for n, t in whole.items()}, change)
 
 
 @pytest.mark.parametrize(("size", "meshes"), [(2, ((2,),)), (4, ((4,), (2, 2))), (4, ((1, 4), (4, 1)))], ids=str)
@@ -187,8 +187,7 @@ def test_what_verls_engines_export() -> None:
 def real_engine(path: str) -> None:
     """verl's own FSDP2 engine exports the same ``ShardSpec``."""
     engine: Any = trainer.build(path, "fsdp2")
-    source = ShardSpecTrainer(engine, SyncConfig(), CPU, "bfloat16").open_source()
-    assert isinstance(source, PlacedSource)
+    source = of_specs(lambda: engine.get_per_tensor_param_shard()[0])
 
     def expected() -> State:
         return {name: tensor.bfloat16() for name, tensor in trainer.full_state(engine).items()}
@@ -224,8 +223,8 @@ def refused() -> list[str]:
         with pytest.raises(SyncError) as caught:
             source.agree_on_layout(Agreement(30.0))
         texts.append(str(caught.value))
-    with pytest.raises(ValueError, match="has no get_per_tensor_param_shard"):
-        ShardSpecTrainer(SimpleNamespace(), SyncConfig(), CPU, "bfloat16").open_source()
+    with pytest.raises(ValueError, match="strategy 'torchtitan': use one of fsdp"):
+        open_source(SimpleNamespace(engine_config=SimpleNamespace(strategy="torchtitan")))
     return texts
 
 

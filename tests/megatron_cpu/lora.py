@@ -13,15 +13,10 @@ from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from transformers import AutoModelForCausalLM
 
 from contract.reading import LARGE, TINY, State
-from contract.sources import StandIn, endpoint_of
+from contract.sources import StandIn
 from megatron_cpu.engines import Layout, build, stock_export, train_step
 from megatron_cpu.stories import error_of, manager_of, one_sync, synced, syncs_offloaded, trained_steps
-from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.report import SyncReport
-from verl_sync_plugin.sharding_manager import get_sharding_manager
-from verl_sync_plugin.sync.adapter import AdapterSender
 from verl_sync_plugin.trainers.base import take_over
-from verl_sync_plugin.transport.agreement import Agreement
 
 LORA: dict[str, Any] = {
     "type": "lora", "rank": 8, "alpha": 16, "merge": True,
@@ -110,14 +105,11 @@ def served(model_path: str, layout: Layout) -> None:
     """Three adapters in a row: with PEFT they make of the checkpoint what the bridge merges."""
     engine = with_factors(model_path, layout, merge=False)
     take_over(True)
-    backend: Any = get_sharding_manager("megatron", "sglang").backend
-    trainer = backend(engine, SyncConfig(timeout_seconds=5), torch.device("cpu"), "float32")
-    assert trainer.serves_adapter
-    sender = AdapterSender(trainer.open_adapter(trainer.open_source()), torch.float32, trainer.config)
-    agreement, server = Agreement(5.0), StandIn()
-    engine_of = endpoint_of(server)  # every rank has one of its own
+    server = StandIn()  # every rank has one of its own
+    manager = manager_of(engine, LARGE, "float32", server=server)
+    manager._base_sent = True
     for version in (1, 2, 3):
-        asyncio.run(sender.send(agreement, engine_of, SyncReport(version), str(version)))
+        asyncio.run(manager.update_weights([], version))
         settings, factors = server.adapters[-1]
         assert settings["r"] == LORA["rank"] and "q_proj" in settings["target_modules"]
         check_close(merged_by_peft(model_path, settings, factors), stock_export(engine))

@@ -24,12 +24,11 @@ from torch.distributed import distributed_c10d
 
 from contract.fp8 import check_quantized, projections
 from contract.reading import CPU, LARGE, TINY, State, check_same, deliver
+from contract.sources import endpoint_of
 from megatron_cpu.engines import Layout, build, stock_export, train_step, unwrapped
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.rollouts import rollout_of
 from verl_sync_plugin.sharding_manager import get_sharding_manager
-from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.sender import STAGING_BUCKETS
 from verl_sync_plugin.trainers.base import take_over
@@ -37,11 +36,12 @@ from verl_sync_plugin.trainers.base import take_over
 SYNCS = 3
 
 
-def manager_of(engine: Any, bucket_bytes: int, wire: str = "bfloat16", delivery: str = "auto") -> ShardingManager:
-    manager_class = get_sharding_manager("megatron", "sglang")
-    config = SyncConfig(timeout_seconds=20, delivery=delivery)
-    endpoint = RolloutEndpoint(rollout_of("sglang"), None, tuple(range(dist.get_world_size())))
-    return manager_class(engine, endpoint, config, bucket_bytes, CPU, wire)
+def manager_of(
+    engine: Any, bucket_bytes: int, wire: str = "bfloat16", delivery: str = "auto", server: Any = None
+) -> ShardingManager:
+    """Every rank calls the server, if there is one."""
+    config, endpoint = SyncConfig(timeout_seconds=20, delivery=delivery), endpoint_of(server, server is not None)
+    return get_sharding_manager("megatron", "sglang")(engine, endpoint, config, bucket_bytes, CPU, wire)
 
 
 def one_sync(manager: ShardingManager) -> State:
