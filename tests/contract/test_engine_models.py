@@ -315,8 +315,9 @@ def an_untied_head_is_an_error_where_the_engine_ties(config: Any) -> None:
     Wire(model, tied, 2, 1 << 16).sync(tied)
 
 
-# One flipped bit: ``staging`` is the bucket between its packing and its load, ``passage`` what a copy puts down, which
-# has hashed what it read, and ``destination`` the parameter once all is loaded. In a running engine: ``tests/bare_engine``
+# One flipped bit: in the bucket between its packing and its load (``staging``), in what a copy puts down that has hashed
+# what it read (``passage``), and in the parameter once all is loaded (``destination``); in an engine: ``bare_engine``
+
 
 LAYER = "model.layers.1."
 # Parts of fused parameters, cut by columns and by rows, the vocabulary, what every rank holds whole; tied ends; experts
