@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds the fixtures that the contract tests of Megatron trainers share."""
+"""Holds the fixtures of tests whose processes no other module's tests can share, and Megatron's checkpoints."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
         return made[kind]
 
     return make
+
+
+@pytest.fixture(scope="module")
+def sglang_processes() -> Iterator[None]:
+    """Fresh processes, which a module's tests share: SGLang changes what is imported before it and after it."""
+    stop()
+    yield
+    stop()
 
 
 @pytest.fixture(scope="module")

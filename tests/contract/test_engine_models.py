@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import run_fresh
+from worlds import run_world
 
 from contract import sglang_models as models
 from contract.families import FAMILIES
@@ -34,7 +34,7 @@ from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.rollouts.sglang.refusals import ALWAYS_TIED
 from verl_sync_plugin.verify import DERIVED
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_processes")]
 READ, HELD = "changed on the way to the engine", "do not hold what was sent of"
 # Trainer ranks, bucket size, sharded, verified: whole tensors in one piece; many torn ones; a few
 CUTS = ((3, 20_000, True, False), (1, 1 << 30, False, True), (2, 1 << 16, False, True), (3, 20_000, True, True))
@@ -104,7 +104,7 @@ def every_model(folder: Path) -> None:
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.extended), 2])
 def test_every_model(world: int, tmp_path: Path) -> None:
-    run_fresh(world, every_model, tmp_path)
+    run_world(world, every_model, tmp_path, timeout=500)
 
 
 # Loaders that a model may give a parameter of its own, each of which does more, or another thing, than to copy; and why
@@ -315,9 +315,8 @@ def an_untied_head_is_an_error_where_the_engine_ties(config: Any) -> None:
     Wire(model, tied, 2, 1 << 16).sync(tied)
 
 
-# One flipped bit: in the bucket between its packing and its load (``staging``), in what a copy puts down that has hashed
-# what it read (``passage``), and in the parameter once all is loaded (``destination``); in an engine: ``bare_engine``
-
+# One flipped bit: in a bucket between packing and load (``staging``), in what a copy puts down that has hashed what it
+# read (``passage``), and in the parameter once all is loaded (``destination``). In an engine: ``tests/bare_engine``
 
 LAYER = "model.layers.1."
 # Parts of fused parameters, cut by columns and by rows, the vocabulary, what every rank holds whole; tied ends; experts
@@ -412,7 +411,7 @@ def stories(folder: Path) -> None:
 
 
 def test_what_loads_do_otherwise_is_found_and_so_is_every_flipped_bit(tmp_path: Path) -> None:
-    run_fresh(2, stories, tmp_path)
+    run_world(2, stories, tmp_path, timeout=500)
 
 
 # Experts that SGLang keeps in several places, or in another order than a checkpoint has them
@@ -478,15 +477,18 @@ def experts_in_the_order_of_amd_are_refused(config: Any) -> None:
 
 @torch.no_grad()
 def experts(folder: Path) -> None:
+    from sglang.srt.eplb import expert_location
+
     config = models.start(folder, MOE, ep_size=2, ep_num_redundant_experts=2)
     experts_in_the_order_of_amd_are_refused(config)
     what_is_written_only_in_part_is_an_error(config)
     every_replica_gets_its_weights(config)
+    expert_location._global_expert_location_metadata = None
 
 
 def test_experts(tmp_path: Path) -> None:
     """Two ranks of one engine, which share out the experts."""
-    run_fresh(2, experts, tmp_path)
+    run_world(2, experts, tmp_path, timeout=500)
 
 
 # Families that drop the head's weight even with tie_word_embeddings=False
@@ -512,4 +514,4 @@ def heads(folder: Path) -> None:
 
 
 def test_told_to_untie_they_have_no_head_of_their_own(tmp_path: Path) -> None:
-    run_fresh(1, heads, tmp_path)
+    run_world(1, heads, tmp_path, timeout=500)

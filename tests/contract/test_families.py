@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
-from worlds import run_fresh
+from worlds import run_world
 
 from contract import fsdp_models, sglang_models
 from contract.families import FAMILIES, Family
@@ -37,7 +37,7 @@ from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.trainers.base import WirePolicy
 from verl_sync_plugin.verify import DERIVED, Comparison
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_processes")]
 TABLE = DOCS / "families.md"
 WORLDS = (1, 2)
 # What ``make test`` runs, of every kind: replayed, tied, by the model's own path, mixtures of experts, refused
@@ -262,7 +262,7 @@ def outcomes(folder: Path, names: tuple[str, ...], kinds: tuple[str, ...] = ("",
 def found_by(worlds: tuple[int, ...], names: tuple[str, ...], folder: Path, finds: Any = outcomes) -> Found:
     by_world = {}
     for world in worlds:
-        first, *others = run_fresh(world, finds, folder / str(world), names, timeout=1800.0)
+        first, *others = run_world(world, finds, folder / str(world), names, timeout=1800.0)
         assert all(other == first for other in others), "ranks found different things"
         by_world[world] = first
     return by_world
@@ -285,7 +285,7 @@ def test_some_families_are_what_the_table_says(tmp_path: Path) -> None:
 def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Returns the outcome of each kind, without those that are refused in the driver."""
     every = ("tied", "untied", "-1", "+1")
-    (found,) = run_fresh(1, outcomes, tmp_path_factory.mktemp("kinds"), tuple(FAMILIES), every, timeout=1800.0)
+    (found,) = run_world(1, outcomes, tmp_path_factory.mktemp("kinds"), tuple(FAMILIES), every, timeout=1800.0)
     return {name: what for name, what in found.items() if not what.startswith("refused: ")}
 
 

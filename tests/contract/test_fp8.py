@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import run_fresh, run_world
+from worlds import run_world
 
 from contract import fp8
 from contract.families import FAMILIES
@@ -61,107 +61,6 @@ LOADERS = (
 )  # fmt: skip
 # Dense, experts, latent attention; those that verl's own quantizer gets wrong; and one whose scales SGLang drops
 SOME = ("Qwen2", "Qwen3-MoE", "Mixtral", "Qwen2-MoE", "DeepSeek-V3", "Gemma", "Llama")
-
-
-def load_as_on_a_gpu() -> None:
-    """On a CPU SGLang pads what it loads, and packs fp8 weights for AMX."""
-    import sglang.srt.layers.quantization.fp8  # noqa: F401
-
-    for name, module in list(sys.modules.items()):
-        ours = name.startswith("sglang.srt.") and (name.endswith(LOADERS) or ".models." in name)
-        if ours and getattr(module, "_is_cpu", False):
-            module._is_cpu = False  # type: ignore[attr-defined]
-
-
-def whole_blocks(config: dict[str, Any]) -> dict[str, Any]:
-    """A family's config with experts that two ranks share out in whole blocks, as SGLang insists."""
-    sizes = {key: 64 for key in ("moe_intermediate_size", "shared_expert_intermediate_size") if key in config}
-    inner = {key: whole_blocks(value) for key, value in config.items() if key == "text_config"}
-    return {**config, **sizes, **inner}
-
-
-def in_fp8(policy: WirePolicy, saved: State) -> Iterator[tuple[str, torch.Tensor]]:
-    """A saved checkpoint as one in fp8 is published: experts by themselves."""
-    for name, stacked in [(name, each) for name, each in saved.items() if ".experts." in name and each.dim() == 3]:
-        projections = ("down_proj",) if name.endswith("down_proj") else ("gate_proj", "up_proj")
-        prefix, parts = name.rpartition(".")[0], saved.pop(name).chunk(len(projections), -1)
-        for number in range(len(stacked)):
-            for projection, part in zip(projections, parts, strict=True):
-                saved[f"{prefix}.{number}.{projection}.weight"] = part[number].T.contiguous()
-    return fp8.checkpoint(saved, policy.blocks)
-
-
-def outcomes(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
-    load_as_on_a_gpu()
-    found: dict[str, str] = {}
-    for number, name in enumerate(names):
-        family, place = replace(FAMILIES[name], config=whole_blocks(FAMILIES[name].config)), folder / str(number)
-        try:
-            found[name] = outcome(family, place, 0, ARGUMENTS, lambda policy: partial(in_fp8, policy))
-            found[name] = re.sub(r"refused: .*cannot be synced.*", "refused: as without fp8", found[name])
-        except Exception as error:
-            found[name] = _said(str(error))
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(place, ignore_errors=True)
-    return found
-
-
-def _said(error: str) -> str:
-    """A failure without its numbers, which are the test's."""
-    for words, said in (
-        ("drops the scales of", "its load drops the scales"),
-        ("engine parameters unwritten", "its load does not write the scales of all experts"),
-        ("could not load the weights", "its load cannot take fp8"),
-        ("not divisible by weight quantization block", "its tiny layers are no whole blocks"),
-    ):
-        if words in error:
-            return f"refused: {said}"
-    return error
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_engine_in_fp8_holds_what_its_own_load_makes_of_the_checkpoint(ranks: int, tmp_path: Path) -> None:
-    found = found_by((ranks,), SOME, tmp_path, outcomes)[ranks]
-    assert found.pop("Llama") == "refused: its load drops the scales", found
-    assert found.pop("Gemma").startswith("exact, 5 of 34 tensors by the model's own path"), found
-    assert set(found.values()) == {"exact, replayed"}, found
-
-
-@pytest.mark.extended
-@pytest.mark.timeout(3600)
-def test_every_family_in_fp8_is_what_the_table_says(tmp_path: Path) -> None:
-    check(TABLE, "families", table(found_by((1, 2), tuple(FAMILIES), tmp_path, outcomes)))
-
-
-@torch.no_grad()
-def flips(folder: Path) -> None:
-    """One bit in every parameter: of what travels all is compared, and the next sync is right."""
-    load_as_on_a_gpu()
-    model = build_engine(start(folder, "qwen3-moe", **ARGUMENTS))
-    whole = dict(weights_of("qwen3-moe", 0))
-    with pytest.raises(SyncError, match=r"keeps .*_proj.weight in fp8, and this trainer does not quantize. Remove "):
-        Wire(model, list(whole.items()), 1, 1 << 20).sync(list(whole.items()))
-    blocks = projections(whole, (SIZE, SIZE))
-    wire = Wire(model, list(fp8.checkpoint(whole, blocks)), 1, 1 << 20)
-    wire.sync(list(fp8.checkpoint(whole, blocks)))
-    names = [name for name, each in model.named_parameters() if each.dtype.itemsize == 1 or "scale" in name]
-    assert len(names) == 16, names
-    for seed, name in enumerate(names):
-        parameter = model.get_parameter(name)
-
-        def flip(parameter: torch.Tensor = parameter) -> None:
-            parameter.data.view(torch.uint8).view(-1)[-1] ^= 1
-
-        sent = list(fp8.checkpoint(dict(weights_of("qwen3-moe", seed)), blocks))
-        with pytest.raises(SyncError, match="the engine's parameters do not hold what was sent of "):
-            wire.sync(sent, behind=flip)
-        wire.sync(sent)
-
-
-def test_a_bit_that_flips_in_a_weight_or_a_scale_is_found(tmp_path: Path) -> None:
-    run_fresh(1, flips, tmp_path)
 
 
 def broken_on_one_rank() -> tuple[str, str]:
@@ -231,6 +130,110 @@ def merged_in_fp8(variant: Variant) -> None:
 
 def test_merged_adapters_are_quantized_after_the_merge() -> None:
     run_world(2, merged_in_fp8, Variant("all-linear", config={"target_modules": "all-linear"}))
+
+
+def load_as_on_a_gpu() -> None:
+    """On a CPU SGLang pads what it loads, and packs fp8 weights for AMX."""
+    import sglang.srt.layers.quantization.fp8  # noqa: F401
+
+    for name, module in list(sys.modules.items()):
+        ours = name.startswith("sglang.srt.") and (name.endswith(LOADERS) or ".models." in name)
+        if ours and getattr(module, "_is_cpu", False):
+            module._is_cpu = False  # type: ignore[attr-defined]
+
+
+def whole_blocks(config: dict[str, Any]) -> dict[str, Any]:
+    """A family's config with experts that two ranks share out in whole blocks, as SGLang insists."""
+    sizes = {key: 64 for key in ("moe_intermediate_size", "shared_expert_intermediate_size") if key in config}
+    inner = {key: whole_blocks(value) for key, value in config.items() if key == "text_config"}
+    return {**config, **sizes, **inner}
+
+
+def in_fp8(policy: WirePolicy, saved: State) -> Iterator[tuple[str, torch.Tensor]]:
+    """A saved checkpoint as one in fp8 is published: experts by themselves."""
+    for name, stacked in [(name, each) for name, each in saved.items() if ".experts." in name and each.dim() == 3]:
+        projections = ("down_proj",) if name.endswith("down_proj") else ("gate_proj", "up_proj")
+        prefix, parts = name.rpartition(".")[0], saved.pop(name).chunk(len(projections), -1)
+        for number in range(len(stacked)):
+            for projection, part in zip(projections, parts, strict=True):
+                saved[f"{prefix}.{number}.{projection}.weight"] = part[number].T.contiguous()
+    return fp8.checkpoint(saved, policy.blocks)
+
+
+def outcomes(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
+    load_as_on_a_gpu()
+    found: dict[str, str] = {}
+    for number, name in enumerate(names):
+        family, place = replace(FAMILIES[name], config=whole_blocks(FAMILIES[name].config)), folder / str(number)
+        try:
+            found[name] = outcome(family, place, 0, ARGUMENTS, lambda policy: partial(in_fp8, policy))
+            found[name] = re.sub(r"refused: .*cannot be synced.*", "refused: as without fp8", found[name])
+        except Exception as error:
+            found[name] = _said(str(error))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(place, ignore_errors=True)
+    return found
+
+
+def _said(error: str) -> str:
+    """A failure without its numbers, which are the test's."""
+    for words, said in (
+        ("drops the scales of", "its load drops the scales"),
+        ("engine parameters unwritten", "its load does not write the scales of all experts"),
+        ("could not load the weights", "its load cannot take fp8"),
+        ("not divisible by weight quantization block", "its tiny layers are no whole blocks"),
+    ):
+        if words in error:
+            return f"refused: {said}"
+    return error
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("sglang_processes")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_in_fp8_holds_what_its_own_load_makes_of_the_checkpoint(ranks: int, tmp_path: Path) -> None:
+    found = found_by((ranks,), SOME, tmp_path, outcomes)[ranks]
+    assert found.pop("Llama") == "refused: its load drops the scales", found
+    assert found.pop("Gemma").startswith("exact, 5 of 34 tensors by the model's own path"), found
+    assert set(found.values()) == {"exact, replayed"}, found
+
+
+@pytest.mark.extended
+@pytest.mark.usefixtures("sglang_processes")
+@pytest.mark.timeout(3600)
+def test_every_family_in_fp8_is_what_the_table_says(tmp_path: Path) -> None:
+    check(TABLE, "families", table(found_by((1, 2), tuple(FAMILIES), tmp_path, outcomes)))
+
+
+@torch.no_grad()
+def flips(folder: Path) -> None:
+    """One bit in every parameter: of what travels all is compared, and the next sync is right."""
+    load_as_on_a_gpu()
+    model = build_engine(start(folder, "qwen3-moe", **ARGUMENTS))
+    whole = dict(weights_of("qwen3-moe", 0))
+    with pytest.raises(SyncError, match=r"keeps .*_proj.weight in fp8, and this trainer does not quantize. Remove "):
+        Wire(model, list(whole.items()), 1, 1 << 20).sync(list(whole.items()))
+    blocks = projections(whole, (SIZE, SIZE))
+    wire = Wire(model, list(fp8.checkpoint(whole, blocks)), 1, 1 << 20)
+    wire.sync(list(fp8.checkpoint(whole, blocks)))
+    names = [name for name, each in model.named_parameters() if each.dtype.itemsize == 1 or "scale" in name]
+    assert len(names) == 16, names
+    for seed, name in enumerate(names):
+        parameter = model.get_parameter(name)
+
+        def flip(parameter: torch.Tensor = parameter) -> None:
+            parameter.data.view(torch.uint8).view(-1)[-1] ^= 1
+
+        sent = list(fp8.checkpoint(dict(weights_of("qwen3-moe", seed)), blocks))
+        with pytest.raises(SyncError, match="the engine's parameters do not hold what was sent of "):
+            wire.sync(sent, behind=flip)
+        wire.sync(sent)
+
+
+@pytest.mark.usefixtures("sglang_processes")
+def test_a_bit_that_flips_in_a_weight_or_a_scale_is_found(tmp_path: Path) -> None:
+    run_world(1, flips, tmp_path, timeout=500)
 
 
 @pytest.mark.usefixtures("bridge_processes")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-from worlds import run_fresh
+from worlds import run_world
 
 from contract import sglang_models
 from contract.families import FAMILIES, Family
@@ -25,7 +25,7 @@ from verl_sync_plugin.layout.load_map import unwritten
 from verl_sync_plugin.rollouts.sglang.lora import look, served_settings, summary
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_processes")]
 
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 NO_TOWER = {"exclude_modules": ".*visual.*"}
@@ -199,4 +199,4 @@ def all_cases(folder: Path, cases: dict[str, Case]) -> None:
 
 @pytest.mark.parametrize(("world", "cases"), [(1, ONE), (2, TWO)], ids=["one rank", "two ranks"])
 def test_every_factor_is_read_or_named(world: int, cases: dict[str, Case], tmp_path: Path) -> None:
-    run_fresh(world, all_cases, tmp_path, cases)
+    run_world(world, all_cases, tmp_path, cases, timeout=500)

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import run_fresh, run_world
+from worlds import run_world
 
 from contract import sglang_models as models
 from contract.sources import SourceManager, StandIn, WorldSource, endpoint_of, same_everywhere
@@ -33,7 +33,7 @@ from verl_sync_plugin.trainers.base import dtype_name
 from verl_sync_plugin.transport.channel import connect
 from verl_sync_plugin.transport.protocol import LoadRequest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_processes"), pytest.mark.timeout(300)]
 
 KIND, CPU = "qwen3-moe", torch.device("cpu")
 TIMEOUT = 20.0
@@ -207,12 +207,12 @@ def test_four_ranks_on_one_two_and_three_hosts(tmp_path: Path) -> None:
     """Replicas of two engine ranks: on one host each, or across hosts."""
     one, two, three = ("a",) * 4, ("a", "a", "b", "b"), ("a", "b", "c", "a")
     cases = (Case(one, bucket_bytes=20_000, failing=True), Case(two, joint=True, failing=True), Case(three))
-    run_fresh(4, play, tmp_path, 2, cases, timeout=280)
+    run_world(4, play, tmp_path, 2, cases, timeout=280)
 
 
 def test_two_ranks_on_two_hosts(tmp_path: Path) -> None:
     """One engine across them."""
-    run_fresh(2, play, tmp_path, 2, (Case(("a", "b"), failing=True), Case(("a", "b"), joint=True)), timeout=280)
+    run_world(2, play, tmp_path, 2, (Case(("a", "b"), failing=True), Case(("a", "b"), joint=True)), timeout=280)
 
 
 # Staged delivery packs, sends and loads successive buckets at once: what a rank does with each of them, in its order

@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import faulthandler
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -62,6 +63,9 @@ def _member(pipe: Connection) -> None:
             pipe.send((False, traceback.format_exc()))
         finally:
             faulthandler.cancel_dump_traceback_later()
+            if (sglang := sys.modules.get("sglang.srt.distributed.parallel_state")) is not None:
+                sglang.destroy_model_parallel()  # its groups of ranks end with the world
+                sglang.destroy_distributed_environment()
             if dist.is_initialized():
                 dist.destroy_process_group()
 
@@ -132,12 +136,3 @@ def run_world(size: int, function: Callable[..., Any], *arguments: object, timeo
     if failures:
         raise WorldError("\n".join(f"--- rank {rank}:\n{text}" for rank, text in sorted(failures.items())))
     return [results[rank] for rank in range(size)]
-
-
-def run_fresh(size: int, function: Callable[..., Any], *arguments: object, timeout: float = 500.0) -> list[Any]:
-    """``run_world`` in processes of its own: SGLang keeps groups of ranks that end with the world."""
-    stop()
-    try:
-        return run_world(size, function, *arguments, timeout=timeout)
-    finally:
-        stop()
