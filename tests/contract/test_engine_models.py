@@ -26,11 +26,9 @@ from contract import sglang_models as models
 from contract.families import FAMILIES
 from contract.sglang_models import check_same, weights_of
 from contract.sources import reads_unseen, same_everywhere
-from contract.wire import CPU, Wire
+from contract.wire import Wire
 from verl_sync_plugin.engine import introduce
-from verl_sync_plugin.engine.load import refuse_rearranged
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.rollouts.sglang.refusals import ALWAYS_TIED
 from verl_sync_plugin.verify import DERIVED
 
@@ -465,14 +463,13 @@ def experts_in_the_order_of_amd_are_refused(config: Any) -> None:
     """SGLang's own method, with a stand-in for the order in which AMD's kernels want the rows."""
     from sglang.srt.layers.quantization import unquant
 
-    model = SGLangModel(models.build(config), dist.get_rank())
-    model.load_weights(iter(weights_of(MOE, 1)))
-    refuse_rearranged(model, CPU)
+    wire = Wire(models.build(config), weights_of(MOE, 0), 2, 1 << 16)
+    wire.sync(weights_of(MOE, 1))
     order = mock.patch.object(unquant, "shuffle_weight", lambda weight, layout: weight.flip(1), create=True)
     amd, no_gpu = mock.patch.object(unquant, "_use_aiter", True), mock.patch.object(torch.cuda, "empty_cache")
     refused = pytest.raises(ValueError, match=r"SGLang changes model\.layers\.0\.mlp\.experts\.w13_weight, .*w2_weight")
     with order, amd, no_gpu, refused:
-        refuse_rearranged(model, CPU)
+        wire.sync(weights_of(MOE, 2))
 
 
 @torch.no_grad()

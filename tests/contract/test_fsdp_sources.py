@@ -219,11 +219,11 @@ def wrapped(module: torch.nn.Module, layout: Layout) -> tuple[torch.nn.Module, P
 
 def odd_syncs(layout: Layout) -> None:
     """FSDP1 keeps a parameter in the order of its memory. FSDP2 refuses such parameters; its buffers may be so."""
-    for seed in range(40):
+    for seed in range(24):
         module, source = wrapped(Odd(seed, plain=not layout.strategy), layout)
         expected = {n: t.bfloat16() if n.startswith("p") else t for n, t in torchs_own_state(module).items()}
-        for bucket_bytes, sharded in ((64, False), (LARGE, False), (64, True)):
-            check_same(one_sync(module, source, bucket_bytes, sharded)[0], expected)
+        bucket_bytes, sharded = ((64, False), (LARGE, False), (64, True))[seed % 3]
+        check_same(one_sync(module, source, bucket_bytes, sharded)[0], expected)
 
 
 @pytest.mark.parametrize(

@@ -5,23 +5,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import IA3Config, LoHaConfig, LoraConfig, PeftMixedModel, get_peft_model, inject_adapter_in_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-from transformers import AutoModelForCausalLM
 from worlds import run_world
 
-from bare_engine import trainer
 from contract.fsdp_models import Layout, Variant, build, deliver, fsdp1, merging_source, peft_model, shard
 from contract.reading import LARGE, planned
-from contract.sources import StandIn, endpoint_of
-from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.lora.peft import Adapters
-from verl_sync_plugin.sharding_manager import get_sharding_manager
 
 TARGETS = {"target_modules": ["q_proj", "down_proj"]}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -75,6 +69,12 @@ def both_active() -> Any:
     return model
 
 
+def two_heads_in_use() -> Any:
+    model: Any = peft_model(TWO)
+    model.get_output_embeddings()._active_adapter = ["default", "second"]
+    return model
+
+
 def with_another_type() -> Any:
     mixed = PeftMixedModel(build("qwen2"), LoraConfig(target_modules=["q_proj"]))
     mixed.add_adapter("other", LoHaConfig(target_modules=["v_proj"]))
@@ -103,20 +103,14 @@ MODULE = r"LoRA module 'base_model.*"
         (lambda: lora(trainable_token_indices=[1]), r"adapter 'default' has trainable_token_indices=\[1\]"),
         (both_active, "several active adapters"),
         (switched_off, r"q_proj' is switched off"),
+        (two_heads_in_use, "lm_head', one of modules_to_save, has several active adapters"),
         (with_another_type, "LOHA"),
         (over_another_type, r"layers\.0\.self_attn\.v_proj' is a Linear of PEFT .*ia3"),
     ],
-    ids=["bias", "alora", "tokens", "both", "off", "with", "over"],
+    ids=["bias", "alora", "tokens", "both", "off", "heads", "with", "over"],
 )
 def test_what_cannot_be_merged_is_refused_by_name(made: Callable[[], Any], text: str) -> None:
     assert re.search(text, refusal(made()))
-
-
-def test_two_copies_of_a_module_in_use_are_refused_by_name() -> None:
-    model: Any = peft_model(TWO)
-    model.get_output_embeddings()._active_adapter = ["default", "second"]
-    with pytest.raises(ValueError, match=r"lm_head', one of modules_to_save, has several active adapters"):
-        Adapters(model)
 
 
 # What only the sharded model shows
@@ -178,27 +172,3 @@ def test_sharded_weights_and_adapters_that_no_merge_takes_are_refused_by_name(
 ) -> None:
     for text in run_world(2, refused):
         assert all(word in text for word in words), text
-
-
-def opened(checkpoint: str, model: dict[str, Any], strategy: str) -> str:
-    """Returns the error of the first step of the first sync of verl's own engine."""
-    settings = {"use_orig_params": True} if strategy == "fsdp" else {}
-    engine = trainer.build(checkpoint, strategy, model={"lora_rank": 4, **model}, **settings)
-    manager = get_sharding_manager(strategy, "sglang")
-    with pytest.raises(ValueError) as caught:
-        manager(engine, endpoint_of(StandIn()), SyncConfig(), 1 << 20, torch.device("cpu")).open_source()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("merge", [True, False])
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_an_adapter_that_verl_loads_is_refused(
-    strategy: str, merge: bool, tiny_model: Callable[[str], str], tmp_path: Path
-) -> None:
-    checkpoint = tiny_model("qwen2")
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    config = IA3Config(**SETTINGS["IA3"], task_type="CAUSAL_LM")
-    get_peft_model(model, config).save_pretrained(str(tmp_path))
-    loaded = {"lora_adapter_path": str(tmp_path), "lora": {"merge": merge}}
-    (text,) = run_world(1, opened, checkpoint, loaded, strategy)
-    assert "peft_type=IA3" in text
