@@ -133,17 +133,21 @@ def replicated() -> Iterator[Any]:
         yield pytest.param(Layout((2, 2)), variant, id=f"fsdp2-2x2-{variant.name}", marks=marks)
 
 
-def cases() -> Iterator[tuple[Layout, Variant]]:
-    """Every variant cut unevenly by three, and under every kind of sharding that takes it.
+def cases() -> Iterator[Any]:
+    """Every variant under every kind of sharding that takes it; ``make test`` runs FSDP2 and one kind of FSDP1 of each.
 
     Not every product: neighbours in the list take turns, one is cut by three under FSDP2, the next under FSDP1.
     """
     for number, variant in enumerate(VARIANTS):
         few, odd = (1 + number // 2 % 2,), number % 2
         yield Layout(few if odd else (3,)), variant
-        yield fsdp1(3 if odd else 2, True), variant
-        if variant.name not in MIXED and variant.second is None:
-            yield fsdp1(2 if odd else 3), variant
+        both = [fsdp1(3 if odd else 2, True), fsdp1(2 if odd else 3)]
+        if variant.name in MIXED or variant.second is not None:
+            both.pop()
+        elif odd:
+            both.reverse()
+        for layout, marks in zip(both, ((), pytest.mark.extended), strict=False):
+            yield pytest.param(layout, variant, id=f"{layout}-{variant.name}", marks=marks)
 
 
 @pytest.mark.parametrize(

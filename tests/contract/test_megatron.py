@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 from worlds import run_world
 
-from contract.reading import LARGE, TINY
 from megatron_cpu import lora, stories
 from megatron_cpu.engines import Layout
 
@@ -61,16 +60,11 @@ def test_a_model_whose_conversion_computes_goes_through_the_bridges_stream(
 
 
 @pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(2, pp=2)], ids=str)
-@pytest.mark.parametrize(
-    ("bucket_bytes", "learning"), [(TINY, False), (LARGE, False), (LARGE, True)], ids=["torn", "one-bucket", "learning"]
-)
 def test_a_rank_that_fails_inside_the_stream_is_everybodys_error_and_recovered_from(
-    layout: Layout, bucket_bytes: int, learning: bool, checkpoint: Callable[[str], str]
+    layout: Layout, checkpoint: Callable[[str], str]
 ) -> None:
-    results = run_world(
-        2, stories.failing_in_the_stream, checkpoint("qwen2"), layout, bucket_bytes, learning, timeout=120
-    )
-    for text, seconds in results:
+    first, second = run_world(2, stories.failing_in_the_stream, checkpoint("qwen2"), layout, timeout=180)
+    for text, seconds in (*first, *second):
         assert "injected into the conversion" in text and "rank 1" in text, text
         assert seconds < 10, "others waited for a rank that had failed"
 
@@ -136,23 +130,20 @@ def test_what_cannot_be_synced_is_refused_by_name(checkpoint: Callable[[str], st
         assert key in text, text
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("shape", "rank 0: bfloat16 (64, 32), part 1 of 2 along dimension 1; rank 1: bfloat16 (65, 32), part 2 of 2"),
-        ("dtype", "rank 0: bfloat16 (64, 32), part 1 of 2 along dimension 1; rank 1: float32 (64, 32), part 2 of 2"),
-        ("gone", "ranks 0, 1 hold 2048 of 4096 elements of parameter"),
-    ],
-    ids=["shape", "dtype", "gone"],
-)
-def test_disagreement_is_one_error_soon_and_recovered_from(
-    change: str, said: str, checkpoint: Callable[[str], str]
-) -> None:
-    results = run_world(2, stories.disagreeing, checkpoint("qwen2"), Layout(2, tp=2), change, timeout=120)
-    (text,) = {text for text, _ in results}
-    assert "failed at 'matching the layouts of all ranks'; trainer weights are unchanged" in text
-    assert "decoder.layers.0.self_attention.linear_proj.weight" in text and said in text
-    assert max(seconds for _, seconds in results) < 5
+DISAGREEING = {
+    "shape": "rank 0: bfloat16 (64, 32), part 1 of 2 along dimension 1; rank 1: bfloat16 (65, 32), part 2 of 2",
+    "dtype": "rank 0: bfloat16 (64, 32), part 1 of 2 along dimension 1; rank 1: float32 (64, 32), part 2 of 2",
+    "gone": "ranks 0, 1 hold 2048 of 4096 elements of parameter",
+}
+
+
+def test_disagreement_is_one_error_soon_and_recovered_from(checkpoint: Callable[[str], str]) -> None:
+    given = checkpoint("qwen2"), Layout(2, tp=2), tuple(DISAGREEING)
+    results = run_world(2, stories.disagreeing, *given, timeout=120)
+    for said, (text, seconds), (same, others) in zip(DISAGREEING.values(), *results, strict=True):
+        assert text == same and max(seconds, others) < 5
+        assert "failed at 'matching the layouts of all ranks'; trainer weights are unchanged" in text
+        assert "decoder.layers.0.self_attention.linear_proj.weight" in text and said in text
 
 
 # LoRA

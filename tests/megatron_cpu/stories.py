@@ -8,10 +8,12 @@ memory.
 from __future__ import annotations
 
 import copy
+import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -190,27 +192,32 @@ def refused(model_path: str) -> list[str]:
     return texts
 
 
-def disagreeing(model_path: str, layout: Layout, change: str) -> tuple[str, float]:
-    """The last rank holds a parameter differently in the second sync and as before in the third: (error, seconds)."""
-    engine = build(model_path, layout)
+def disagreeing(model_path: str, layout: Layout, changes: Sequence[str]) -> list[tuple[str, float]]:
+    """The last rank holds a parameter differently in one sync and as before in the next: (error, seconds) of each
+    change."""
+    engine, found = build(model_path, layout), []
     manager = manager_of(engine, LARGE)
     one_sync(manager)
-    odd = dist.get_rank() == dist.get_world_size() - 1
     module = unwrapped(engine.module[0]).decoder.layers[0].self_attention.linear_proj
     honest = module.weight
-    if odd:
-        module._parameters.pop("weight")
-        if change != "gone":
-            shape = (honest.shape[0] + 1, *honest.shape[1:]) if change == "shape" else honest.shape
-            dtype = torch.float32 if change == "dtype" else honest.dtype
-            module.weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
-            for name in ("tensor_model_parallel", "partition_dim"):
-                setattr(module.weight, name, getattr(honest, name))
-    text, seconds = error_of(lambda: one_sync(manager))
-    module.weight = honest
-    train_step(engine)
-    synced(manager)
-    return text, seconds
+    for change in changes:
+        if _is_last():
+            module._parameters.pop("weight")
+            if change != "gone":
+                shape = (honest.shape[0] + 1, *honest.shape[1:]) if change == "shape" else honest.shape
+                dtype = torch.float32 if change == "dtype" else honest.dtype
+                module.weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
+                for name in ("tensor_model_parallel", "partition_dim"):
+                    setattr(module.weight, name, getattr(honest, name))
+        found.append(error_of(lambda: one_sync(manager)))
+        module.weight = honest
+        train_step(engine)
+        synced(manager)
+    return found
+
+
+def _is_last() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
 
 
 # Where a model goes through Megatron-Bridge's own stream
@@ -243,41 +250,40 @@ def computed_in_the_stream(model_path: str, layout: Layout) -> None:
             assert len(keys[1]) == len(keys[2]) < 10 + len(keys[0]), f"meetings leave keys in the store: {keys[2]}"
 
 
-def _failing_once(fails: Callable[[], bool]) -> Any:
-    """Makes the bridge's row-parallel mappings raise on this rank when ``fails`` says so."""
+def _failing_at(number: int) -> Any:
+    """Makes one call of the bridge's row-parallel mappings raise on the last rank."""
     from megatron.bridge.models.conversion.param_mapping import RowParallelMapping
 
-    stock = RowParallelMapping.megatron_to_hf
+    stock, calls = RowParallelMapping.megatron_to_hf, itertools.count(1)
 
     def convert(self: Any, weights: torch.Tensor | None, module: Any) -> dict[str, torch.Tensor]:
-        if fails():
+        if _is_last() and next(calls) == number:
             raise RuntimeError("injected into the conversion")
         return stock(self, weights, module)
 
     return mock.patch.object(RowParallelMapping, "megatron_to_hf", convert)
 
 
-def failing_in_the_stream(model_path: str, layout: Layout, bucket_bytes: int, learning: bool) -> tuple[str, float]:
+def failing_in_the_stream(model_path: str, layout: Layout) -> list[tuple[str, float]]:
     """The last rank fails inside the stream: everyone's error, its seconds; then all is well.
 
-    Args:
-        learning: in the first sync, at the last of the conversions in which it can, when others may have come to the
-            end of what is learnt; else in the second sync, early.
+    In the second sync, early, with torn tensors and with one bucket; and in a first sync, at the last of the
+    conversions in which it can, when others may have come to the end of what is learnt.
     """
-    engine = build(model_path, layout)
+    engine, found = build(model_path, layout), []
     take_over(True)
-    manager = manager_of(engine, bucket_bytes)
-    odd, calls = dist.get_rank() == dist.get_world_size() - 1, []
     last = 2 * engine.model_config.hf_config.num_hidden_layers  # two row-parallel weights in each layer
-    with _norms_are_computed():
-        if not learning:
-            synced(manager, "StreamSource")
-            train_step(engine)
-        with _failing_once(lambda: odd and (calls.append(1) or len(calls) == (last if learning else 3))):
-            text, seconds = error_of(lambda: one_sync(manager))
-        for _ in trained_steps(engine):
-            synced(manager, "StreamSource")
-    return text, seconds
+    for bucket_bytes, learning in ((TINY, False), (LARGE, False), (LARGE, True)):
+        manager = manager_of(engine, bucket_bytes)
+        with _norms_are_computed():
+            if not learning:
+                synced(manager, "StreamSource")
+                train_step(engine)
+            with _failing_at(last if learning else 3):
+                found.append(error_of(partial(one_sync, manager)))
+            for _ in trained_steps(engine):
+                synced(manager, "StreamSource")
+    return found
 
 
 # Tensors change places between syncs
