@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,8 +45,6 @@ from contract.sources import StandIn
 from contract.test_families import found_by, outcome, table
 from contract.test_lora_syncs import WEIGHT, out_of_memory
 from contract.wire import Wire
-from megatron_cpu import stories
-from megatron_cpu.engines import Layout as MegatronLayout
 from pages import DOCS, check
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.trainers.base import WirePolicy
@@ -234,20 +232,3 @@ def flips(folder: Path) -> None:
 @pytest.mark.usefixtures("sglang_processes")
 def test_a_bit_that_flips_in_a_weight_or_a_scale_is_found(tmp_path: Path) -> None:
     run_world(1, flips, tmp_path, timeout=500)
-
-
-@pytest.mark.usefixtures("bridge_processes")
-@pytest.mark.parametrize(
-    ("kind", "layout", "computed"),
-    [
-        ("qwen2", MegatronLayout(4, tp=2, pp=2), False),
-        ("qwen3-moe", MegatronLayout(2, tp=2, ep=2, etp=1), False),
-        ("qwen3-moe", MegatronLayout(2, ep=2), True),
-    ],
-    ids=str,
-)
-def test_megatron_quantizes_parts_as_the_whole_tensor(
-    kind: str, layout: MegatronLayout, computed: bool, checkpoint: Callable[[str], str]
-) -> None:
-    """Where the bridge's conversion computes, the ranks have whole tensors of its stream, one after the other."""
-    run_world(layout.world, stories.in_fp8, checkpoint(kind), layout, computed, timeout=180)
