@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import run_world
+from worlds import on_ranks, run_world
 
 from contract import sglang_models as models
 from contract.families import FAMILIES
@@ -92,17 +92,14 @@ def a_router_bias_kept_in_fp32_is_compared(config: Any) -> None:
     wire.compare()
 
 
-@torch.no_grad()
-def every_model(folder: Path) -> None:
-    for kind in models.KINDS:
-        wire = copies_are_exact(kind, models.start(folder, kind))
-        every_flipped_bit_is_found(kind, wire)
-    a_router_bias_kept_in_fp32_is_compared(models.start(folder, "deepseek-v3"))
-
-
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.extended), 2])
+@on_ranks("world", timeout=500)
+@torch.no_grad()
 def test_every_model(world: int, tmp_path: Path) -> None:
-    run_world(world, every_model, tmp_path, timeout=500)
+    for kind in ("qwen2", "qwen2-tied", "qwen3-moe", "deepseek-v2", "deepseek-v3"):
+        wire = copies_are_exact(kind, models.start(tmp_path, kind))
+        every_flipped_bit_is_found(kind, wire)
+    a_router_bias_kept_in_fp32_is_compared(models.start(tmp_path, "deepseek-v3"))
 
 
 # Loaders that a model may give a parameter of its own, each of which does more, or another thing, than to copy; and why
@@ -388,11 +385,12 @@ def every_flip_is_found(kind: str, config: Any) -> None:
         wire.sync(weights_of(kind, seed))
 
 
+@on_ranks(2, timeout=500)
 @torch.no_grad()
-def stories(folder: Path) -> None:
+def test_what_loads_do_otherwise_is_found_and_so_is_every_flipped_bit(tmp_path: Path) -> None:
     for kind in VICTIMS:
-        every_flip_is_found(kind, models.start(folder, kind))
-    config = models.start(folder, "qwen2")
+        every_flip_is_found(kind, models.start(tmp_path, kind))
+    config = models.start(tmp_path, "qwen2")
     for story in (
         what_a_copy_would_get_wrong_is_left_to_the_model,
         moved_parameters_start_over,
@@ -404,12 +402,8 @@ def stories(folder: Path) -> None:
         leftovers_that_are_not_loaded_alone_are_an_error,
     ):
         story(config)
-    a_head_of_its_own_holds_the_tied_weight(models.start(folder, "qwen3-moe-tied"))
-    an_untied_head_is_an_error_where_the_engine_ties(models.start(folder, "qwen2-tied"))
-
-
-def test_what_loads_do_otherwise_is_found_and_so_is_every_flipped_bit(tmp_path: Path) -> None:
-    run_world(2, stories, tmp_path, timeout=500)
+    a_head_of_its_own_holds_the_tied_weight(models.start(tmp_path, "qwen3-moe-tied"))
+    an_untied_head_is_an_error_where_the_engine_ties(models.start(tmp_path, "qwen2-tied"))
 
 
 # Experts that SGLang keeps in several places, or in another order than a checkpoint has them
@@ -477,9 +471,9 @@ def experts(folder: Path) -> None:
     from sglang.srt.eplb import expert_location
 
     config = models.start(folder, MOE, ep_size=2, ep_num_redundant_experts=2)
+    every_replica_gets_its_weights(config)
     experts_in_the_order_of_amd_are_refused(config)
     what_is_written_only_in_part_is_an_error(config)
-    every_replica_gets_its_weights(config)
     expert_location._global_expert_location_metadata = None
 
 

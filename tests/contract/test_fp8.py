@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import run_world
+from worlds import on_ranks, run_world
 
 from contract import fp8
 from contract.families import FAMILIES
@@ -204,11 +204,13 @@ def test_every_family_in_fp8_is_what_the_table_says(tmp_path: Path) -> None:
     check(TABLE, "families", table(found_by((1, 2), tuple(FAMILIES), tmp_path, outcomes)))
 
 
+@pytest.mark.usefixtures("sglang_processes")
+@on_ranks(1, timeout=500)
 @torch.no_grad()
-def flips(folder: Path) -> None:
+def test_a_bit_that_flips_in_a_weight_or_a_scale_is_found(tmp_path: Path) -> None:
     """One bit in every parameter: of what travels all is compared, and the next sync is right."""
     load_as_on_a_gpu()
-    model = build_engine(start(folder, "qwen3-moe", **ARGUMENTS))
+    model = build_engine(start(tmp_path, "qwen3-moe", **ARGUMENTS))
     whole = dict(weights_of("qwen3-moe", 0))
     with pytest.raises(SyncError, match=r"keeps .*_proj.weight in fp8, and this trainer does not quantize. Remove "):
         Wire(model, list(whole.items()), 1, 1 << 20).sync(list(whole.items()))
@@ -227,8 +229,3 @@ def flips(folder: Path) -> None:
         with pytest.raises(SyncError, match="the engine's parameters do not hold what was sent of "):
             wire.sync(sent, behind=flip)
         wire.sync(sent)
-
-
-@pytest.mark.usefixtures("sglang_processes")
-def test_a_bit_that_flips_in_a_weight_or_a_scale_is_found(tmp_path: Path) -> None:
-    run_world(1, flips, tmp_path, timeout=500)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, Qwen2Config
-from worlds import run_world
+from worlds import on_ranks, run_world
 
 from contract.fsdp_models import (
     CONFIGS,
@@ -137,7 +137,8 @@ def test_every_tensor_arrives_bit_for_bit(layout: Layout, model_name: str) -> No
     assert len(set(ways)) == 3
 
 
-def sync_after_a_forward_that_raised() -> None:
+@on_ranks(2)
+def test_sync_after_a_forward_that_raised() -> None:
     """The root stays gathered then; what is sent are the shards all the same."""
     layout, model = Layout((2,)), build("qwen2")
     original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -153,10 +154,6 @@ def sync_after_a_forward_that_raised() -> None:
     got, again = one_sync(module, source, LARGE)
     check_same(got, on_the_wire(original, parameters, layout))
     assert again.digest == plan.digest
-
-
-def test_sync_after_a_forward_that_raised() -> None:
-    run_world(2, sync_after_a_forward_that_raised)
 
 
 CHECKPOINTS: dict[str, PretrainedConfig] = {
@@ -217,15 +214,6 @@ def wrapped(module: torch.nn.Module, layout: Layout) -> tuple[torch.nn.Module, P
     return module, open_source(module)
 
 
-def odd_syncs(layout: Layout) -> None:
-    """FSDP1 keeps a parameter in the order of its memory. FSDP2 refuses such parameters; its buffers may be so."""
-    for seed in range(24):
-        module, source = wrapped(Odd(seed, plain=not layout.strategy), layout)
-        expected = {n: t.bfloat16() if n.startswith("p") else t for n, t in torchs_own_state(module).items()}
-        bucket_bytes, sharded = ((64, False), (LARGE, False), (64, True))[seed % 3]
-        check_same(one_sync(module, source, bucket_bytes, sharded)[0], expected)
-
-
 @pytest.mark.parametrize(
     "layout",
     [
@@ -235,8 +223,14 @@ def odd_syncs(layout: Layout) -> None:
     ],
     ids=str,
 )
+@on_ranks("layout")
 def test_any_shape_in_any_order_of_memory_arrives_as_the_state_dict_has_it(layout: Layout) -> None:
-    run_world(layout.size, odd_syncs, layout)
+    """FSDP1 keeps a parameter in the order of its memory. FSDP2 refuses such parameters; its buffers may be so."""
+    for seed in range(24):
+        module, source = wrapped(Odd(seed, plain=not layout.strategy), layout)
+        expected = {n: t.bfloat16() if n.startswith("p") else t for n, t in torchs_own_state(module).items()}
+        bucket_bytes, sharded = ((64, False), (LARGE, False), (64, True))[seed % 3]
+        check_same(one_sync(module, source, bucket_bytes, sharded)[0], expected)
 
 
 def refused() -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import get_peft_model_state_dict
-from worlds import run_world
+from worlds import on_ranks
 
 from contract.fsdp_models import Layout, Variant, change, fsdp1, manager_of, peft_model, shard, torchs_own_state
 from contract.sources import StandIn, same_everywhere
@@ -41,21 +41,6 @@ class Serving:
         with pytest.raises(SyncError) as caught:
             asyncio.run((manager or self.manager).update_weights([], 0))
         return same_everywhere(str(caught.value))
-
-
-def send_three_times(layout: Layout) -> None:
-    reference, serving = peft_model(VARIANT), Serving(layout)
-    for version in (1, 2, 3):
-        report = asyncio.run(serving.manager.update_weights([], version))
-        reference.load_state_dict(torchs_own_state(serving.module))
-        expected = get_peft_model_state_dict(reference)
-        if serving.leads:
-            settings, got = serving.server.adapters[-1]
-            assert got.keys() == expected.keys() and len(got) == report.tensors
-            assert all(torch.equal(got[name], expected[name].bfloat16()) for name in expected)
-            assert settings["r"] == 3 and settings["peft_type"] == "LORA" and report.stages["sleep"] == 0.5
-        change(serving.module)
-    fail_and_recover(serving)
 
 
 def fail_and_recover(serving: Serving) -> None:
@@ -98,5 +83,17 @@ def with_a_broken_factor(source: Any, rank: int) -> Any:
 
 
 @pytest.mark.parametrize("layout", [Layout((1,)), Layout((3,)), fsdp1(2, True)], ids=str)
+@on_ranks("layout", timeout=60)
 def test_the_engine_gets_pefts_own_adapter(layout: Layout) -> None:
-    run_world(layout.size, send_three_times, layout, timeout=60)
+    reference, serving = peft_model(VARIANT), Serving(layout)
+    for version in (1, 2, 3):
+        report = asyncio.run(serving.manager.update_weights([], version))
+        reference.load_state_dict(torchs_own_state(serving.module))
+        expected = get_peft_model_state_dict(reference)
+        if serving.leads:
+            settings, got = serving.server.adapters[-1]
+            assert got.keys() == expected.keys() and len(got) == report.tensors
+            assert all(torch.equal(got[name], expected[name].bfloat16()) for name in expected)
+            assert settings["r"] == 3 and settings["peft_type"] == "LORA" and report.stages["sleep"] == 0.5
+        change(serving.module)
+    fail_and_recover(serving)

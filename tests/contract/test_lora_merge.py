@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import ModulesToSaveWrapper
 from transformers import AutoModelForCausalLM
-from worlds import run_world
+from worlds import on_ranks, run_world
 
 from bare_engine import trainer
 from contract.fsdp_models import (
@@ -105,27 +105,6 @@ def check_merged(got: State, expected: State) -> None:
         assert got[name].shape == tensor.shape and near(got[name], tensor), (name, (got[name] - tensor).abs().max())
 
 
-def merge_and_compare(variant: Variant, layout: Layout) -> None:
-    reference: Any = peft_model(variant)
-    vars(reference.get_output_embeddings()).get("kwargs", {}).pop("tied_adapter", None)  # no deepcopy takes its graph
-    module = shard(peft_model(variant), layout)
-    source = merging_source(module)
-    for bucket_bytes, sharded in WAYS:
-        before = {name: tensor.clone() for name, tensor in torchs_own_state(module).items()}
-        got = deliver(source, bucket_bytes, sharded=sharded)
-        check_merged(got, peft_merge(reference, before))
-        plain = peft_merge(reference, before, merge=False)
-        assert any(not torch.equal(got[name], plain[name]) for name in got), "nothing was merged"
-        assert_unchanged(before, module)
-        change(module)
-    if variant.config == BOTH_ENDS:
-        assert not torch.equal(got["lm_head.weight"], got["model.embed_tokens.weight"]), "they have become two weights"
-    if layout.units:
-        assert {type(each).__name__ for each in module.modules()} >= {"FSDPLinear", "FSDPEmbedding"}
-        weights = Adapters(module).weights
-        assert weights and all(weight.plain is (weight.kind == "linear") for weight in weights)
-
-
 def replicated() -> Iterator[Any]:
     """Yields every variant replicated; ``make test`` runs some."""
     for variant in VARIANTS:
@@ -153,11 +132,30 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("layout", "variant"), [*replicated(), *cases(), *special()], ids=lambda value: getattr(value, "name", str(value))
 )
+@on_ranks("layout")
 def test_merge_equals_pefts(layout: Layout, variant: Variant) -> None:
-    run_world(layout.size, merge_and_compare, variant, layout)
+    reference: Any = peft_model(variant)
+    vars(reference.get_output_embeddings()).get("kwargs", {}).pop("tied_adapter", None)  # no deepcopy takes its graph
+    module = shard(peft_model(variant), layout)
+    source = merging_source(module)
+    for bucket_bytes, sharded in WAYS:
+        before = {name: tensor.clone() for name, tensor in torchs_own_state(module).items()}
+        got = deliver(source, bucket_bytes, sharded=sharded)
+        check_merged(got, peft_merge(reference, before))
+        plain = peft_merge(reference, before, merge=False)
+        assert any(not torch.equal(got[name], plain[name]) for name in got), "nothing was merged"
+        assert_unchanged(before, module)
+        change(module)
+    if variant.config == BOTH_ENDS:
+        assert not torch.equal(got["lm_head.weight"], got["model.embed_tokens.weight"]), "they have become two weights"
+    if layout.units:
+        assert {type(each).__name__ for each in module.modules()} >= {"FSDPLinear", "FSDPEmbedding"}
+        weights = Adapters(module).weights
+        assert weights and all(weight.plain is (weight.kind == "linear") for weight in weights)
 
 
-def one_copy_for_both_ends() -> None:
+@on_ranks(2)
+def test_one_copy_for_embedding_and_head_travels_once() -> None:
     """PEFT ties the copy, and it stays tied when FSDP2 shards it; so it travels once, as the engine ties it too."""
     config = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
     module = shard(peft_model(Variant("one-copy", "qwen2_tied", config)), Layout((2,)))
@@ -167,10 +165,6 @@ def one_copy_for_both_ends() -> None:
         trained = torchs_own_state(module)["base_model.model.model.embed_tokens.modules_to_save.default.weight"]
         assert torch.equal(got["model.embed_tokens.weight"], trained.bfloat16()) and "lm_head.weight" not in got
         change(module)
-
-
-def test_one_copy_for_embedding_and_head_travels_once() -> None:
-    run_world(2, one_copy_for_both_ends)
 
 
 def test_a_loaded_adapter_brings_its_own_settings(tiny_model: Callable[[str], str], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from worlds import run_world, stop
+from worlds import on_ranks, run_world, stop
 
 from contract.fsdp_models import (
     BUCKET_BYTES,
@@ -69,7 +69,9 @@ def test_the_factors_of_several_buckets_are_gathered_at_once_within_bounds(layou
         assert counts == [1] + [0] * (len(counts) - 1)
 
 
-def change_between_syncs(layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [Layout((2,)), pytest.param(fsdp1(2, True), marks=pytest.mark.extended)], ids=str)
+@on_ranks("layout")
+def test_what_was_gathered_ahead_of_a_failure_is_not_used_later(layout: Layout) -> None:
     module = shard(peft_model(LINEAR), layout)
     source = merging_source(module, gather_bytes=1 << 30)
     before = torchs_own_state(module)
@@ -84,11 +86,6 @@ def change_between_syncs(layout: Layout) -> None:
     for _ in range(2):
         got = deliver(source, 30_001)
         assert all(torch.equal(got[name], fresh[name]) for name in fresh), "factors of the sync before"
-
-
-@pytest.mark.parametrize("layout", [Layout((2,)), pytest.param(fsdp1(2, True), marks=pytest.mark.extended)], ids=str)
-def test_what_was_gathered_ahead_of_a_failure_is_not_used_later(layout: Layout) -> None:
-    run_world(layout.size, change_between_syncs, layout)
 
 
 def offload_between_syncs(layout: Layout, merge: bool) -> None:

@@ -165,7 +165,7 @@ MORE_CASES = [
     ids=lambda value: str(value),
 )
 def test_every_tensor_arrives_bit_for_bit(kind: str, layout: Layout, checkpoint: Callable[[str], str]) -> None:
-    digests = run_world(layout.world, syncs, checkpoint(kind), layout, timeout=180)
+    digests = run_world(layout.size, syncs, checkpoint(kind), layout, timeout=180)
     assert digests[0] == digests[0][: len(digests[0]) // SYNCS] * SYNCS, (
         "the plan must not change while the layout does not"
     )
@@ -198,7 +198,7 @@ def offloaded(model_path: str, layout: Layout) -> None:
 
 @pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(2, pp=2)], ids=str)
 def test_offloaded_parameters_are_read_where_they_are(layout: Layout, checkpoint: Callable[[str], str]) -> None:
-    run_world(layout.world, offloaded, checkpoint("qwen2"), layout, timeout=120)
+    run_world(layout.size, offloaded, checkpoint("qwen2"), layout, timeout=120)
 
 
 def padded(model_path: str, layout: Layout) -> int:
@@ -326,7 +326,7 @@ def computed_in_the_stream(model_path: str, layout: Layout) -> None:
 def test_a_model_whose_conversion_computes_goes_through_the_bridges_stream(
     kind: str, layout: Layout, checkpoint: Callable[[str], str]
 ) -> None:
-    run_world(layout.world, computed_in_the_stream, checkpoint(kind), layout, timeout=120)
+    run_world(layout.size, computed_in_the_stream, checkpoint(kind), layout, timeout=120)
 
 
 def _failing_at(number: int) -> Any:
@@ -403,7 +403,7 @@ def test_parts_are_quantized_as_the_whole_tensor_is(
     kind: str, layout: Layout, computed: bool, checkpoint: Callable[[str], str]
 ) -> None:
     """Where the bridge's conversion computes, the ranks have whole tensors of its stream, one after the other."""
-    run_world(layout.world, in_fp8, checkpoint(kind), layout, computed, timeout=180)
+    run_world(layout.size, in_fp8, checkpoint(kind), layout, computed, timeout=180)
 
 
 # Tensors change places between syncs

@@ -75,7 +75,7 @@ def merged(model_path: str, layout: Layout, **lora: Any) -> list[str]:
     ids=lambda value: str(value),
 )
 def test_merged_weights_are_those_of_the_bridge(kind: str, layout: Layout, checkpoint: Callable[[str], str]) -> None:
-    changed, *_ = run_world(layout.world, merged, checkpoint(kind), layout, timeout=180)
+    changed, *_ = run_world(layout.size, merged, checkpoint(kind), layout, timeout=180)
     assert len(changed) == 4 * (4 + (3 * 4 if "moe" in kind else 3)), "every projection of every layer is adapted"
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 from verl.workers.engine.spec import BlockPlacement, ShardSpec
-from worlds import run_world
+from worlds import on_ranks, run_world
 
 from bare_engine import trainer
 from contract.reading import CPU, WAYS, State, check_same, deliver
@@ -95,7 +95,9 @@ def mixed_state(meshes: tuple[tuple[int, ...], ...]) -> tuple[State, State]:
     return whole, cut
 
 
-def any_placement(meshes: tuple[tuple[int, ...], ...]) -> None:
+@pytest.mark.parametrize(("size", "meshes"), [(2, ((2,),)), (4, ((4,), (2, 2))), (4, ((1, 4), (4, 1)))], ids=str)
+@on_ranks("size", timeout=120)
+def test_any_placement_arrives_bit_for_bit(size: int, meshes: tuple[tuple[int, ...], ...]) -> None:
     whole, cut = mixed_state(meshes)
 
     def change() -> None:
@@ -108,11 +110,6 @@ def any_placement(meshes: tuple[tuple[int, ...], ...]) -> None:
     check(source, lambda: {n: wire(n, t) for n, t in whole.items()}, change)
 
 
-@pytest.mark.parametrize(("size", "meshes"), [(2, ((2,),)), (4, ((4,), (2, 2))), (4, ((1, 4), (4, 1)))], ids=str)
-def test_any_placement_arrives_bit_for_bit(size: int, meshes: tuple[tuple[int, ...], ...]) -> None:
-    run_world(size, any_placement, meshes, timeout=120)
-
-
 class Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +119,8 @@ class Block(torch.nn.Module):
         return self.down(self.up(x).relu())  # type: ignore[no-any-return]
 
 
-def fsdp_over_tensor_parallel() -> None:
+@on_ranks(4, timeout=120)
+def test_fsdp2_over_tensor_parallelism() -> None:
     """As torchtitan does it: ``_StridedShard`` where both cut one dimension."""
     torch.manual_seed(5)
     model = Block()
@@ -142,11 +140,8 @@ def fsdp_over_tensor_parallel() -> None:
     check(open_source(dict(model.state_dict())), expected, train)
 
 
-def test_fsdp2_over_tensor_parallelism() -> None:
-    run_world(4, fsdp_over_tensor_parallel, timeout=120)
-
-
-def specs_of_experts() -> None:
+@on_ranks(4, timeout=120)
+def test_what_verls_engines_export() -> None:
     """Two exports as verl's engines make them: torchtitan's stacks with a slot per expert over a mesh of two
     dimensions, and veomni's experts, cut by hand over ranks with a converter."""
     torch.manual_seed(9)
@@ -178,10 +173,6 @@ def specs_of_experts() -> None:
             tensor.mul_(2)
 
     check(of_specs(export), expected, change)
-
-
-def test_what_verls_engines_export() -> None:
-    run_world(4, specs_of_experts, timeout=120)
 
 
 def real_engine(path: str) -> None:

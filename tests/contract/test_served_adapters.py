@@ -14,7 +14,7 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-from worlds import run_world
+from worlds import on_ranks
 
 from contract import sglang_models
 from contract.families import FAMILIES, Family
@@ -188,15 +188,12 @@ def lost(home: Path) -> None:
         assert "SGLang computes" in said and "needs factors of" in said, said
 
 
-def all_cases(folder: Path, cases: dict[str, Case]) -> None:
+@pytest.mark.parametrize(("world", "cases"), [(1, ONE), (2, TWO)], ids=["one rank", "two ranks"])
+@on_ranks("world", timeout=500)
+def test_every_factor_is_read_or_named(world: int, cases: dict[str, Case], tmp_path: Path) -> None:
     for number, (expected, (family, settings, targets)) in enumerate(cases.items()):
-        found = outcome(family, settings, set(targets), folder / f"{number}-{dist.get_rank()}")
+        found = outcome(family, settings, set(targets), tmp_path / f"{number}-{dist.get_rank()}")
         assert expected.partition(":")[2].strip() in found, f"{family}: {found}"
         dist.barrier()
     if dist.get_world_size() == 1:
-        lost(folder)
-
-
-@pytest.mark.parametrize(("world", "cases"), [(1, ONE), (2, TWO)], ids=["one rank", "two ranks"])
-def test_every_factor_is_read_or_named(world: int, cases: dict[str, Case], tmp_path: Path) -> None:
-    run_world(world, all_cases, tmp_path, cases, timeout=500)
+        lost(tmp_path)

@@ -14,6 +14,8 @@ import atexit
 import contextlib
 import datetime
 import faulthandler
+import functools
+import importlib
 import os
 import sys
 import tempfile
@@ -136,3 +138,36 @@ def run_world(size: int, function: Callable[..., Any], *arguments: object, timeo
     if failures:
         raise WorldError("\n".join(f"--- rank {rank}:\n{text}" for rank, text in sorted(failures.items())))
     return [results[rank] for rank in range(size)]
+
+
+class _Body:
+    """The body of a test that ``on_ranks`` decorates, by name: a rank imports it with its module."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self._names = module, name
+
+    def __reduce__(self) -> Any:
+        return _body_of, self._names
+
+
+def _body_of(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name).__wrapped__
+
+
+def on_ranks(size: int | str, timeout: float = 120.0) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Runs the body of a test on every rank of a world, with the test's own arguments.
+
+    Args:
+        size: number of ranks, or the argument that is it, or has it as its ``size``.
+        timeout: as of ``run_world``.
+    """
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**given: Any) -> None:
+            found = given[size] if isinstance(size, str) else size
+            run_world(getattr(found, "size", found), _Body(test.__module__, test.__name__), given, timeout=timeout)
+
+        return run
+
+    return decorate
