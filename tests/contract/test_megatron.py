@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed import distributed_c10d
-from worlds import run_world
+from worlds import on_ranks
 
 from contract.fp8 import check_quantized, projections
 from contract.reading import CPU, LARGE, TINY, State, check_same, deliver
-from contract.sources import endpoint_of
+from contract.sources import endpoint_of, same_everywhere
 from megatron_cpu.engines import Layout, build, stock_export, train_step, unwrapped
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
@@ -38,7 +38,6 @@ from verl_sync_plugin.sync.sender import STAGING_BUCKETS
 from verl_sync_plugin.trainers.base import take_over
 
 pytestmark = pytest.mark.usefixtures("bridge_processes")
-
 
 SYNCS = 3
 
@@ -85,12 +84,17 @@ def trained_steps(engine: Any) -> Iterator[int]:
         yield step
 
 
-def error_of(work: Callable[[], object]) -> tuple[str, float]:
-    """The text of a sync that must fail, and the seconds until then."""
+def error_of(work: Callable[[], object], seconds: float = 10.0) -> str:
+    """The text of a sync that must fail, soon and alike on every rank."""
     started = time.monotonic()
     with pytest.raises(SyncError) as caught:
         work()
-    return str(caught.value), time.monotonic() - started
+    assert time.monotonic() - started < seconds, "a rank waited for one that had failed"
+    return same_everywhere(str(caught.value))
+
+
+def is_last() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
 
 
 def on_disk(folder: str) -> State:
@@ -113,8 +117,8 @@ def is_router_bias(name: str) -> bool:
     return name.endswith("_bias") and "gate" in name
 
 
-def syncs(model_path: str, layout: Layout, wire: str = "bfloat16") -> list[str]:
-    """Three syncs with two bucket sizes each and a training step in between; returns the plans' digests."""
+def syncs(model_path: str, layout: Layout, wire: str) -> None:
+    """Three syncs with two bucket sizes each and a training step in between."""
     engine = build(model_path, layout)
     managers = [
         manager_of(engine, size, wire, how) for size, how in ((TINY, "staged"), (LARGE, "auto"), (TINY, "auto"))
@@ -131,7 +135,7 @@ def syncs(model_path: str, layout: Layout, wire: str = "bfloat16") -> list[str]:
             check_same(one_sync(manager), on_the_wire(expected, getattr(torch, wire)))
             assert type(manager.source).__name__ == "MegatronSource"
             digests.append(manager.planned.digest if manager.planned else "")
-    return digests
+    assert digests == digests[: len(managers)] * SYNCS, "the plan must not change while the layout does not"
 
 
 CASES = [
@@ -160,19 +164,17 @@ MORE_CASES = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.extended) for case in MORE_CASES)],
-    ids=lambda value: str(value),
+    ("kind", "layout"), [*CASES, *(pytest.param(*case, marks=pytest.mark.extended) for case in MORE_CASES)], ids=str
 )
-def test_every_tensor_arrives_bit_for_bit(kind: str, layout: Layout, checkpoint: Callable[[str], str]) -> None:
-    digests = run_world(layout.size, syncs, checkpoint(kind), layout, timeout=180)
-    assert digests[0] == digests[0][: len(digests[0]) // SYNCS] * SYNCS, (
-        "the plan must not change while the layout does not"
-    )
+@on_ranks("layout", timeout=180)
+def test_every_tensor_arrives_bit_for_bit(checkpoint: str, layout: Layout) -> None:
+    syncs(checkpoint, layout, "bfloat16")
 
 
-def test_routers_keep_their_dtype_on_a_float32_wire(checkpoint: Callable[[str], str]) -> None:
-    run_world(2, syncs, checkpoint("moonlight"), Layout(2, tp=2, ep=2, etp=1), "float32", timeout=120)
+@pytest.mark.parametrize(("kind", "layout"), [("moonlight", Layout(2, tp=2, ep=2, etp=1))], ids=str)
+@on_ranks("layout")
+def test_routers_keep_their_dtype_on_a_float32_wire(checkpoint: str, layout: Layout) -> None:
+    syncs(checkpoint, layout, "float32")
 
 
 def syncs_offloaded(engine: Any, check: Callable[[State, State], None]) -> None:
@@ -192,60 +194,36 @@ def syncs_offloaded(engine: Any, check: Callable[[State, State], None]) -> None:
         load_megatron_model_to_gpu(engine.module)
 
 
-def offloaded(model_path: str, layout: Layout) -> None:
-    syncs_offloaded(build(model_path, layout), check_same)
-
-
 @pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(2, pp=2)], ids=str)
-def test_offloaded_parameters_are_read_where_they_are(layout: Layout, checkpoint: Callable[[str], str]) -> None:
-    run_world(layout.size, offloaded, checkpoint("qwen2"), layout, timeout=120)
+@on_ranks("layout")
+def test_offloaded_parameters_are_read_where_they_are(checkpoint: str, layout: Layout) -> None:
+    syncs_offloaded(build(checkpoint, layout), check_same)
 
 
-def padded(model_path: str, layout: Layout) -> int:
-    """Megatron pads the vocabulary, and what arrives is the checkpoint; returns the rows it has padded."""
-    engine = build(model_path, layout, should_pad_vocab=True, make_vocab_size_divisible_by=128)
-    disk = on_disk(model_path)
+@on_ranks(2)
+def test_a_padded_vocabulary_arrives_without_its_padding(checkpoint: str, layout: Layout) -> None:
+    engine = build(checkpoint, layout, should_pad_vocab=True, make_vocab_size_divisible_by=128)
+    disk = on_disk(checkpoint)
     for size in (TINY, LARGE):
         check_same(one_sync(manager_of(engine, size)), disk)
     rows = unwrapped(engine.module[0]).embedding.word_embeddings.weight.shape[0] * layout.tp
-    return int(rows) - len(disk["model.embed_tokens.weight"])
+    assert rows - len(disk["model.embed_tokens.weight"]) == 192, "Megatron has padded nothing"
 
 
-def test_a_padded_vocabulary_arrives_without_its_padding(checkpoint: Callable[[str], str]) -> None:
-    assert run_world(2, padded, checkpoint("qwen2"), Layout(2, tp=2), timeout=120) == [192, 192]
-
-
-def refused(model_path: str) -> list[str]:
-    """The errors of an engine set up in ways that cannot be synced; then it is set up well and synced."""
-    engine = build(model_path, Layout(dist.get_world_size(), tp=2))
-    broken = [
-        mock.patch.object(engine.module[0].ddp_config, "overlap_param_gather", True),
-        mock.patch.object(engine, "engine_config", replace(engine.engine_config, use_megatron_fsdp=True)),
-        mock.patch.object(engine, "_qat_enabled", True),
-        mock.patch.object(engine, "vanilla_bridge", True),
-    ]
-    manager, texts = manager_of(engine, LARGE), []
-    for context in broken:
-        with context:
-            texts.append(error_of(lambda: one_sync(manager))[0])
-    check_same(one_sync(manager), on_disk(model_path))
-    return texts
-
-
-def test_what_cannot_be_synced_is_refused_by_name(checkpoint: Callable[[str], str]) -> None:
-    first, second = run_world(2, refused, checkpoint("qwen2"), timeout=120)
-    assert first == second, "the same error on every rank"
-    for text, key in zip(
-        first,
-        (
-            "override_ddp_config.overlap_param_gather=True",
-            "actor.megatron.use_megatron_fsdp=True",
-            "actor.megatron.qat.enable=True",
-            "actor.megatron.vanilla_mbridge=True",
-        ),
-        strict=True,
+@on_ranks(2)
+def test_what_cannot_be_synced_is_refused_by_name(checkpoint: str, layout: Layout) -> None:
+    """By the same error on every rank; set up well, the same engine is synced."""
+    engine = build(checkpoint, layout)
+    manager, fsdp = manager_of(engine, LARGE), replace(engine.engine_config, use_megatron_fsdp=True)
+    for owner, name, value, key in (
+        (engine.module[0].ddp_config, "overlap_param_gather", True, "override_ddp_config.overlap_param_gather=True"),
+        (engine, "engine_config", fsdp, "actor.megatron.use_megatron_fsdp=True"),
+        (engine, "_qat_enabled", True, "actor.megatron.qat.enable=True"),
+        (engine, "vanilla_bridge", True, "actor.megatron.vanilla_mbridge=True"),
     ):
-        assert key in text, text
+        with mock.patch.object(owner, name, value):
+            assert key in error_of(lambda: one_sync(manager))
+    check_same(one_sync(manager), on_disk(checkpoint))
 
 
 DISAGREEING = {
@@ -255,16 +233,16 @@ DISAGREEING = {
 }
 
 
-def disagreeing(model_path: str, layout: Layout, changes: Sequence[str]) -> list[tuple[str, float]]:
-    """The last rank holds a parameter differently in one sync and as before in the next: (error, seconds) of each
-    change."""
-    engine, found = build(model_path, layout), []
+@on_ranks(2)
+def test_disagreement_is_one_error_soon_and_recovered_from(checkpoint: str, layout: Layout) -> None:
+    """The last rank holds a parameter differently in one sync and as before in the next."""
+    engine = build(checkpoint, layout)
     manager = manager_of(engine, LARGE)
     one_sync(manager)
     module = unwrapped(engine.module[0]).decoder.layers[0].self_attention.linear_proj
     honest = module.weight
-    for change in changes:
-        if _is_last():
+    for change, said in DISAGREEING.items():
+        if is_last():
             module._parameters.pop("weight")
             if change != "gone":
                 shape = (honest.shape[0] + 1, *honest.shape[1:]) if change == "shape" else honest.shape
@@ -272,24 +250,12 @@ def disagreeing(model_path: str, layout: Layout, changes: Sequence[str]) -> list
                 module.weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
                 for name in ("tensor_model_parallel", "partition_dim"):
                     setattr(module.weight, name, getattr(honest, name))
-        found.append(error_of(lambda: one_sync(manager)))
+        text = error_of(lambda: one_sync(manager), 5.0)
+        assert "failed at 'matching the layouts of all ranks'; trainer weights are unchanged" in text
+        assert "decoder.layers.0.self_attention.linear_proj.weight" in text and said in text
         module.weight = honest
         train_step(engine)
         synced(manager)
-    return found
-
-
-def _is_last() -> bool:
-    return dist.get_rank() == dist.get_world_size() - 1
-
-
-def test_disagreement_is_one_error_soon_and_recovered_from(checkpoint: Callable[[str], str]) -> None:
-    given = checkpoint("qwen2"), Layout(2, tp=2), tuple(DISAGREEING)
-    results = run_world(2, disagreeing, *given, timeout=120)
-    for said, (text, seconds), (same, others) in zip(DISAGREEING.values(), *results, strict=True):
-        assert text == same and max(seconds, others) < 5
-        assert "failed at 'matching the layouts of all ranks'; trainer weights are unchanged" in text
-        assert "decoder.layers.0.self_attention.linear_proj.weight" in text and said in text
 
 
 # Where a model goes through Megatron-Bridge's own stream
@@ -307,9 +273,11 @@ def norms_are_computed() -> Any:
     return mock.patch.object(ReplicatedMapping, "megatron_to_hf", plus_one)
 
 
-def computed_in_the_stream(model_path: str, layout: Layout) -> None:
-    """A model whose conversion computes: bit for bit the bridge's export, three times, with two bucket sizes."""
-    engine = build(model_path, layout)
+@pytest.mark.parametrize(("kind", "layout"), [("qwen2-tied", Layout(2, pp=2)), ("qwen3-moe", Layout(2, ep=2))], ids=str)
+@on_ranks("layout")
+def test_a_model_whose_conversion_computes_goes_through_the_bridges_stream(checkpoint: str, layout: Layout) -> None:
+    """Bit for bit the bridge's export, three times, with two bucket sizes."""
+    engine = build(checkpoint, layout)
     take_over(True)  # as verl's worker does: the engine hands out its stream unconsumed
     with norms_are_computed():
         for size in (TINY, LARGE):
@@ -322,34 +290,29 @@ def computed_in_the_stream(model_path: str, layout: Layout) -> None:
             assert len(keys[1]) == len(keys[2]) < 10 + len(keys[0]), f"meetings leave keys in the store: {keys[2]}"
 
 
-@pytest.mark.parametrize(("kind", "layout"), [("qwen2-tied", Layout(2, pp=2)), ("qwen3-moe", Layout(2, ep=2))], ids=str)
-def test_a_model_whose_conversion_computes_goes_through_the_bridges_stream(
-    kind: str, layout: Layout, checkpoint: Callable[[str], str]
-) -> None:
-    run_world(layout.size, computed_in_the_stream, checkpoint(kind), layout, timeout=120)
-
-
-def _failing_at(number: int) -> Any:
+def failing_at(number: int) -> Any:
     """Makes one call of the bridge's row-parallel mappings raise on the last rank."""
     from megatron.bridge.models.conversion.param_mapping import RowParallelMapping
 
     stock, calls = RowParallelMapping.megatron_to_hf, itertools.count(1)
 
     def convert(self: Any, weights: torch.Tensor | None, module: Any) -> dict[str, torch.Tensor]:
-        if _is_last() and next(calls) == number:
+        if is_last() and next(calls) == number:
             raise RuntimeError("injected into the conversion")
         return stock(self, weights, module)
 
     return mock.patch.object(RowParallelMapping, "megatron_to_hf", convert)
 
 
-def failing_in_the_stream(model_path: str, layout: Layout) -> list[tuple[str, float]]:
-    """The last rank fails inside the stream: everyone's error, its seconds; then all is well.
-
-    In the second sync, early, with torn tensors and with one bucket; and in a first sync, at the last of the
+@pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(2, pp=2)], ids=str)
+@on_ranks("layout", timeout=180)
+def test_a_rank_that_fails_inside_the_stream_is_everybodys_error_and_recovered_from(
+    checkpoint: str, layout: Layout
+) -> None:
+    """In the second sync, early, with torn tensors and with one bucket; and in a first sync, at the last of the
     conversions in which it can, when others may have come to the end of what is learnt.
     """
-    engine, found = build(model_path, layout), []
+    engine = build(checkpoint, layout)
     take_over(True)
     last = 2 * engine.model_config.hf_config.num_hidden_layers  # two row-parallel weights in each layer
     for bucket_bytes, learning in ((TINY, False), (LARGE, False), (LARGE, True)):
@@ -358,36 +321,11 @@ def failing_in_the_stream(model_path: str, layout: Layout) -> list[tuple[str, fl
             if not learning:
                 synced(manager, "StreamSource")
                 train_step(engine)
-            with _failing_at(last if learning else 3):
-                found.append(error_of(partial(one_sync, manager)))
+            with failing_at(last if learning else 3):
+                text = error_of(partial(one_sync, manager))
+            assert "injected into the conversion" in text and "rank 1" in text, text
             for _ in trained_steps(engine):
                 synced(manager, "StreamSource")
-    return found
-
-
-@pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(2, pp=2)], ids=str)
-def test_a_rank_that_fails_inside_the_stream_is_everybodys_error_and_recovered_from(
-    layout: Layout, checkpoint: Callable[[str], str]
-) -> None:
-    first, second = run_world(2, failing_in_the_stream, checkpoint("qwen2"), layout, timeout=180)
-    for text, seconds in (*first, *second):
-        assert "injected into the conversion" in text and "rank 1" in text, text
-        assert seconds < 10, "others waited for a rank that had failed"
-
-
-def in_fp8(model_path: str, layout: Layout, computed: bool) -> None:
-    """Parts that the ranks hold, or whole tensors of the bridge's stream, are quantized as whole tensors are, and again
-    after a training step."""
-    engine = build(model_path, layout)
-    take_over(True)
-    with norms_are_computed() if computed else nullcontext():
-        for size, sharded in ((TINY, False), (LARGE, True)):
-            manager = manager_of(engine, size)
-            manager.plan()
-            source, expected = manager.source, on_the_wire(stock_export(engine), torch.bfloat16)
-            assert source is not None and type(source).__name__ == ("StreamSource" if computed else "MegatronSource")
-            check_quantized(source, expected, projections(expected, (16, 8)), size, sharded)
-            train_step(engine)
 
 
 @pytest.mark.parametrize(
@@ -399,20 +337,46 @@ def in_fp8(model_path: str, layout: Layout, computed: bool) -> None:
     ],
     ids=str,
 )
-def test_parts_are_quantized_as_the_whole_tensor_is(
-    kind: str, layout: Layout, computed: bool, checkpoint: Callable[[str], str]
-) -> None:
+@on_ranks("layout", timeout=180)
+def test_parts_are_quantized_as_the_whole_tensor_is(checkpoint: str, layout: Layout, computed: bool) -> None:
     """Where the bridge's conversion computes, the ranks have whole tensors of its stream, one after the other."""
-    run_world(layout.size, in_fp8, checkpoint(kind), layout, computed, timeout=180)
+    engine = build(checkpoint, layout)
+    take_over(True)
+    with norms_are_computed() if computed else nullcontext():
+        for size, sharded in ((TINY, False), (LARGE, True)):
+            manager = manager_of(engine, size)
+            manager.plan()
+            source, expected = manager.source, on_the_wire(stock_export(engine), torch.bfloat16)
+            assert source is not None and type(source).__name__ == ("StreamSource" if computed else "MegatronSource")
+            check_quantized(source, expected, projections(expected, (16, 8)), size, sharded)
+            train_step(engine)
 
 
 # Tensors change places between syncs
 
 
-def rearranged(model_path: str, layout: Layout) -> None:
+def _copied(module: torch.nn.Module) -> torch.nn.Module:
+    """The same model in other memory with other weights; process groups and configurations are shared."""
+    values = [value for part in module.modules() for value in vars(part).values()]
+    shared = {id(value): value for value in values if not isinstance(value, dict | torch.nn.Module)}
+    other = copy.deepcopy(module, shared)
+    for before, parameter in zip(module.parameters(), other.parameters(), strict=True):
+        parameter.__dict__.update(before.__dict__)
+        parameter.data += 1
+    return other
+
+
+def _more(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    other = torch.nn.Parameter(parameter.detach() + 1)
+    other.__dict__.update(parameter.__dict__)
+    return other
+
+
+@on_ranks(2)
+def test_tensors_and_modules_that_are_replaced_are_found(checkpoint: str, layout: Layout) -> None:
     """Tensors get other memory, are replaced, and are replaced with the module around them; as long as nothing of that
     happens, the model is not walked again."""
-    engine = build(model_path, layout)
+    engine = build(checkpoint, layout)
     manager = manager_of(engine, LARGE)
     synced(manager)
     with mock.patch("verl_sync_plugin.trainers.megatron.model.held_by", side_effect=AssertionError("walked again")):
@@ -436,27 +400,6 @@ def rearranged(model_path: str, layout: Layout) -> None:
         wrapper.module = _copied(wrapper.module)
         layers = unwrapped(engine.module[0]).decoder.layers
         synced(manager)
-
-
-def _copied(module: torch.nn.Module) -> torch.nn.Module:
-    """The same model in other memory with other weights; process groups and configurations are shared."""
-    values = [value for part in module.modules() for value in vars(part).values()]
-    shared = {id(value): value for value in values if not isinstance(value, dict | torch.nn.Module)}
-    other = copy.deepcopy(module, shared)
-    for before, parameter in zip(module.parameters(), other.parameters(), strict=True):
-        parameter.__dict__.update(before.__dict__)
-        parameter.data += 1
-    return other
-
-
-def _more(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    other = torch.nn.Parameter(parameter.detach() + 1)
-    other.__dict__.update(parameter.__dict__)
-    return other
-
-
-def test_tensors_and_modules_that_are_replaced_are_found(checkpoint: Callable[[str], str]) -> None:
-    run_world(2, rearranged, checkpoint("qwen2"), Layout(2, tp=2), timeout=120)
 
 
 # Megatron's own layers under the names of TransformerEngine's: classes, and norms fused into the linear layer after
@@ -506,20 +449,6 @@ def as_transformer_engine(engine: Any) -> set[str]:
     return names
 
 
-def syncs_as_transformer_engine(model_path: str, layout: Layout) -> set[str]:
-    """Bit for bit the checkpoint, which is what the bridge exports; returns the names."""
-    engine = build(model_path, layout)
-    names = as_transformer_engine(engine)
-    disk = on_disk(model_path)
-    check_same({n: t.to(disk[n].dtype) for n, t in stock_export(engine).items()}, disk)
-    for size in (TINY, LARGE):
-        manager = manager_of(engine, size)
-        got = one_sync(manager)
-        assert type(manager.source).__name__ == "MegatronSource"
-        check_same({n: t.to(disk[n].dtype) for n, t in got.items()}, disk)
-    return names
-
-
 @pytest.mark.parametrize(
     ("kind", "layout", "fused"),
     [
@@ -535,8 +464,15 @@ def syncs_as_transformer_engine(model_path: str, layout: Layout) -> set[str]:
     ],
     ids=str,
 )
-def test_names_and_classes_of_transformer_engine_are_read(
-    kind: str, layout: Layout, fused: list[str], checkpoint: Callable[[str], str]
-) -> None:
-    names, _ = run_world(2, syncs_as_transformer_engine, checkpoint(kind), layout, timeout=120)
-    assert {f"decoder.layers.0.{name}" for name in fused} <= names
+@on_ranks("layout")
+def test_names_and_classes_of_transformer_engine_are_read(checkpoint: str, layout: Layout, fused: list[str]) -> None:
+    """Bit for bit the checkpoint, which is what the bridge exports."""
+    engine = build(checkpoint, layout)
+    assert {f"decoder.layers.0.{name}" for name in fused} <= as_transformer_engine(engine)
+    disk = on_disk(checkpoint)
+    check_same({n: t.to(disk[n].dtype) for n, t in stock_export(engine).items()}, disk)
+    for size in (TINY, LARGE):
+        manager = manager_of(engine, size)
+        got = one_sync(manager)
+        assert type(manager.source).__name__ == "MegatronSource"
+        check_same({n: t.to(disk[n].dtype) for n, t in got.items()}, disk)
