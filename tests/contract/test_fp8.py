@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import on_ranks, run_world
+from worlds import on_ranks
 
 from contract import fp8
 from contract.families import FAMILIES
@@ -26,7 +26,6 @@ from contract.fsdp_models import (
     KEEP,
     LAYOUTS,
     Layout,
-    Variant,
     build,
     change,
     deliver,
@@ -41,9 +40,9 @@ from contract.reading import LARGE, WAYS, State, planned
 from contract.reading import deliver as deliver_plan
 from contract.sglang_models import build as build_engine
 from contract.sglang_models import start, weights_of
-from contract.sources import StandIn
+from contract.sources import StandIn, same_everywhere
 from contract.test_families import found_by, outcome, table
-from contract.test_lora_syncs import WEIGHT, out_of_memory
+from contract.test_lora_syncs import LINEAR, WEIGHT, out_of_memory
 from contract.wire import Wire
 from pages import DOCS, check
 from verl_sync_plugin.errors import SyncError
@@ -61,7 +60,8 @@ LOADERS = (
 SOME = ("Qwen2", "Qwen3-MoE", "Mixtral", "Qwen2-MoE", "DeepSeek-V3", "Gemma", "Llama")
 
 
-def broken_on_one_rank() -> tuple[str, str]:
+@on_ranks(2)
+def test_a_broken_weight_is_named_and_a_rank_that_fails_leaves_nobody_alone() -> None:
     """Rank 1 has a NaN, or cannot read a weight; then it can, and all is as without a failure."""
     module, second = shard(build("qwen2"), Layout((2,))), dist.get_rank() == 1
     plain = open_source(module)
@@ -75,8 +75,8 @@ def broken_on_one_rank() -> tuple[str, str]:
         first.copy_(torch.nan if second else held)
     sync, way = manager.plan()
     way.fill(sync)
-    with pytest.raises(ValueError) as nan:
-        way.check_finite(sync)
+    with pytest.raises(ValueError, match=f"parameter '{WEIGHT}' holds NaN or Inf in the trainer"):
+        way.check_finite(sync)  # also on rank 0, which has the scale
     with torch.no_grad():
         first.copy_(held)
     sync, way = manager.plan()
@@ -84,21 +84,22 @@ def broken_on_one_rank() -> tuple[str, str]:
         shards = sync.source._found
         place = next(at for at, each in enumerate(shards) if each.base.views[0].name == WEIGHT)
         shards[place] = replace(shards[place], local=out_of_memory)
-    with pytest.raises(SyncError) as failure:
+    with pytest.raises(SyncError) as caught:
         way.fill(sync)
+    text = same_everywhere(str(caught.value))
+    assert "rank 1: torch.OutOfMemoryError: injected" in text and text.count("rank ") == 1, text
     manager.sender.close()
     check_quantized(plain, expected, blocks, LARGE, False)
-    return str(nan.value), str(failure.value)
 
 
-def test_a_broken_weight_is_named_and_a_rank_that_fails_leaves_nobody_alone() -> None:
-    (nan, failure), (_, same) = run_world(2, broken_on_one_rank, timeout=60)
-    assert f"parameter '{WEIGHT}' holds NaN or Inf in the trainer" in nan, "its scale is on rank 0"
-    assert "rank 1: torch.OutOfMemoryError: injected" in failure and failure.count("rank ") == 1, failure
-    assert failure == same
-
-
-def shards_in_fp8(layout: Layout, model: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [*((layout, "qwen2") for layout in (*LAYOUTS[:3], fsdp1(3), fsdp1(2, True))), (Layout((2,)), "qwen3_moe")],
+    ids=str,
+)
+@on_ranks("layout")
+def test_shards_are_quantized_as_the_whole_tensor_is(layout: Layout, model: str) -> None:
+    """Rows of 60 and 85 elements, and shards that end anywhere in a block; of experts in one tensor each by itself."""
     module = shard(build(model), layout)
     for bucket_bytes, sharded in WAYS:
         plain = open_source(module, *KEEP)
@@ -108,26 +109,13 @@ def shards_in_fp8(layout: Layout, model: str) -> None:
         change(module)
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS[:3], fsdp1(3), fsdp1(2, True)], ids=str)
-def test_shards_are_quantized_as_the_whole_tensor_is(layout: Layout) -> None:
-    """Rows of 60 and 85 elements, and shards that end anywhere in a block."""
-    run_world(layout.size, shards_in_fp8, layout, "qwen2")
-
-
-def test_experts_in_one_tensor_are_quantized_each_by_itself() -> None:
-    run_world(2, shards_in_fp8, Layout((2,)), "qwen3_moe")
-
-
-def merged_in_fp8(variant: Variant) -> None:
-    module = shard(peft_model(variant), Layout((2,)))
+@on_ranks(2)
+def test_merged_adapters_are_quantized_after_the_merge() -> None:
+    module = shard(peft_model(LINEAR), Layout((2,)))
     for bucket_bytes, sharded in WAYS:
         expected = deliver(merging_source(module), bucket_bytes)
         source = merging_source(module)
         check_quantized(source, expected, projections(expected, (SIZE, SIZE)), bucket_bytes, sharded)
-
-
-def test_merged_adapters_are_quantized_after_the_merge() -> None:
-    run_world(2, merged_in_fp8, Variant("all-linear", config={"target_modules": "all-linear"}))
 
 
 def load_as_on_a_gpu() -> None:

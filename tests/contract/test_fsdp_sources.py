@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, Qwen2Config
-from worlds import on_ranks, run_world
+from worlds import on_ranks
 
 from contract.fsdp_models import (
     CONFIGS,
@@ -36,6 +37,7 @@ from contract.fsdp_models import (
     train_step,
 )
 from contract.reading import CPU, LARGE, TINY, WAYS, State, check_same, deliver, planned
+from contract.sources import same_everywhere
 from verl_sync_plugin.layout.tensors import Plan, Shard
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.naming import verl_rewrite
@@ -85,9 +87,27 @@ def one_sync(
     return got, plan
 
 
-def syncs(layout: Layout, model_name: str) -> list[str]:
+def check_cuts(plan: Plan, bucket_bytes: int) -> None:
+    """The tiny buckets must tear tensors apart, the large one must not."""
+    names = [entry.name for bucket in plan.buckets for entry in bucket.entries]
+    assert (len(names) > len(set(names))) == (bucket_bytes == TINY)
+    assert bucket_bytes == TINY or len(plan.buckets) <= 2
+
+
+def cases() -> Iterator[Any]:
+    """Every model under every layout; ``make test`` runs one under each, in turn, and experts under every other one."""
+    others = sorted(CONFIGS.keys() - {"qwen3_moe"})
+    for number, layout in enumerate(LAYOUTS):
+        for name in sorted(CONFIGS):
+            runs = name == others[number % len(others)] or (name == "qwen3_moe" and number % 2 == 0)
+            yield pytest.param(layout, name, id=f"{layout}-{name}", marks=() if runs else pytest.mark.extended)
+
+
+@pytest.mark.parametrize(("layout", "model_name"), list(cases()))
+@on_ranks("layout", timeout=180)
+def test_every_tensor_arrives_bit_for_bit(layout: Layout, model_name: str) -> None:
     """Three syncs with two bucket sizes each and training in between, the first before FSDP1 has initialised itself, as
-    verl's; returns the plans' digests."""
+    verl's."""
     model_type = CONFIGS[model_name].model_type
     model = build(model_name)
     last: State = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -109,32 +129,9 @@ def syncs(layout: Layout, model_name: str) -> list[str]:
         last = state
         train_step(module, optimizer, step)
     assert "scratch" not in expected
-    return digests
-
-
-def check_cuts(plan: Plan, bucket_bytes: int) -> None:
-    """The tiny buckets must tear tensors apart, the large one must not."""
-    names = [entry.name for bucket in plan.buckets for entry in bucket.entries]
-    assert (len(names) > len(set(names))) == (bucket_bytes == TINY)
-    assert bucket_bytes == TINY or len(plan.buckets) <= 2
-
-
-def cases() -> Iterator[Any]:
-    """Every model under every layout; ``make test`` runs one under each, in turn, and experts under every other one."""
-    others = sorted(CONFIGS.keys() - {"qwen3_moe"})
-    for number, layout in enumerate(LAYOUTS):
-        for name in sorted(CONFIGS):
-            runs = name == others[number % len(others)] or (name == "qwen3_moe" and number % 2 == 0)
-            yield pytest.param(layout, name, id=f"{layout}-{name}", marks=() if runs else pytest.mark.extended)
-
-
-@pytest.mark.parametrize(("layout", "model_name"), list(cases()))
-def test_every_tensor_arrives_bit_for_bit(layout: Layout, model_name: str) -> None:
-    digests = run_world(layout.size, syncs, layout, model_name, timeout=180)
-    assert all(of_rank == digests[0] for of_rank in digests), "the ranks planned differently"
-    ways = digests[0][: len(digests[0]) // SYNCS]
-    assert digests[0] == ways * SYNCS, "the plan must not change while the layout does not"
-    assert len(set(ways)) == 3
+    same_everywhere(str(digests))
+    assert digests == digests[: len(WAYS)] * SYNCS, "the plan must not change while the layout does not"
+    assert len(set(digests)) == len(WAYS)
 
 
 @on_ranks(2)
@@ -162,20 +159,19 @@ CHECKPOINTS: dict[str, PretrainedConfig] = {
 }
 
 
-def sync_of_a_checkpoint(folder: str, layout: Layout) -> None:
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("layout", [Layout((3,)), fsdp1(2), fsdp1(2, True)], ids=str)
+@on_ranks("layout")
+def test_what_was_loaded_arrives_named_and_cut_as_the_checkpoint_is(name: str, layout: Layout, tmp_path: Path) -> None:
+    folder = tmp_path / str(dist.get_rank())
+    torch.manual_seed(3)  # the same on every rank
+    AutoModelForCausalLM.from_config(CHECKPOINTS[name], dtype=torch.float32).save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     module = shard(model, layout)
     source = open_source(module, wire="float32")
     for bucket_bytes, sharded in WAYS[1:]:
         got, _ = one_sync(module, source, bucket_bytes, sharded)
-        check_same(got, load_file(Path(folder) / "model.safetensors"))
-
-
-@pytest.mark.parametrize("name", CHECKPOINTS)
-@pytest.mark.parametrize("layout", [Layout((3,)), fsdp1(2), fsdp1(2, True)], ids=str)
-def test_what_was_loaded_arrives_named_and_cut_as_the_checkpoint_is(name: str, layout: Layout, tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_config(CHECKPOINTS[name], dtype=torch.float32).save_pretrained(tmp_path)
-    run_world(layout.size, sync_of_a_checkpoint, str(tmp_path), layout)
+        check_same(got, load_file(folder / "model.safetensors"))
 
 
 def permuted(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
@@ -233,23 +229,23 @@ def test_any_shape_in_any_order_of_memory_arrives_as_the_state_dict_has_it(layou
         check_same(one_sync(module, source, bucket_bytes, sharded)[0], expected)
 
 
-def refused() -> list[str]:
+@on_ranks(2)
+def test_what_cannot_be_read_is_refused_by_name() -> None:
     """FSDP1 keeps the wrong elements of every second column of a matrix, and reads into the next parameter."""
-    mesh, texts = init_device_mesh("cpu", (2,)), []
+    mesh = init_device_mesh("cpu", (2,))
     gapped = torch.nn.Sequential(torch.nn.Linear(6, 4, bias=False), torch.nn.Linear(9, 9))
     gapped[0].weight = torch.nn.Parameter(torch.randn(4, 12)[:, ::2])
     odd = torch.nn.Linear(6, 6, bias=False)
     fully_shard(odd, mesh=mesh, shard_placement_fn=lambda _: torch.distributed.tensor.Shard(1))
     gapped.config = odd.config = Odd.config  # type: ignore[assignment]
-    for source in (wrapped(gapped, fsdp1(2, True))[1], open_source(odd)):
+    for source, *words in (
+        (wrapped(gapped, fsdp1(2, True))[1], "parameter '0.weight' has strides (12, 2)", "contiguous()"),
+        (
+            open_source(odd),
+            "parameter 'weight' has placements (Shard(dim=1),)",
+            "custom.sync.enabled=False to run stock",
+        ),
+    ):
         with pytest.raises(ValueError) as caught:
             source.shards()
-        texts.append(str(caught.value))
-    return texts
-
-
-def test_what_cannot_be_read_is_refused_by_name() -> None:
-    for gapped, placed in run_world(2, refused):
-        assert "parameter '0.weight' has strides (12, 2)" in gapped and "contiguous()" in gapped
-        assert "parameter 'weight' has placements (Shard(dim=1),)" in placed
-        assert "custom.sync.enabled=False to run stock verl" in placed
+        assert all(each in str(caught.value) for each in words), caught.value

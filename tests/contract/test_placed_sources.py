@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 from verl.workers.engine.spec import BlockPlacement, ShardSpec
-from worlds import on_ranks, run_world
+from worlds import on_ranks
 
 from bare_engine import trainer
 from contract.reading import CPU, WAYS, State, check_same, deliver
-from contract.sources import Wanted
+from contract.sources import Wanted, same_everywhere
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.trainers.base import ParameterSource
@@ -175,9 +175,10 @@ def test_what_verls_engines_export() -> None:
     check(of_specs(export), expected, change)
 
 
-def real_engine(path: str) -> None:
-    """verl's own FSDP2 engine exports the same ``ShardSpec``."""
-    engine: Any = trainer.build(path, "fsdp2")
+@on_ranks(2, timeout=180)
+def test_a_real_engine_of_verl(qwen2: str) -> None:
+    """FSDP2's exports the same ``ShardSpec``."""
+    engine: Any = trainer.build(qwen2, "fsdp2")
     source = of_specs(lambda: engine.get_per_tensor_param_shard()[0])
 
     def expected() -> State:
@@ -186,11 +187,8 @@ def real_engine(path: str) -> None:
     check(source, expected, lambda: trainer.perturb(engine, 1))
 
 
-def test_a_real_engine_of_verl(tiny_model: Callable[[str], str]) -> None:
-    run_world(2, real_engine, tiny_model("qwen2"), timeout=180)
-
-
-def refused() -> list[str]:
+@on_ranks(2)
+def test_what_is_no_box_of_one_whole_is_refused_by_name_on_all_ranks() -> None:
     mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
     odd = DTensor.from_local(torch.ones(2, 3), mesh, [Partial()])
     strided = DTensor.from_local(torch.ones(4, 3), mesh, [_StridedShard(0, split_factor=2)])
@@ -201,39 +199,26 @@ def refused() -> list[str]:
     turning = mock.patch(f"{Live.__module__}.verl_rewrite", lambda kind: lambda pairs: ((n, t.T) for n, t in pairs))
     with turning:
         turned = open_source({"w": cut})
-    sources = [
-        *(open_source({"w": tensor, "placed": cut}) for tensor in (odd, strided, wrong)),
-        turned,
-        open_source({"w": torch.ones(2 + rank), "placed": cut}),
-        of_specs(lambda: [("w", torch.ones(6), alone)]),
-        of_specs(lambda: [("w", torch.ones(6), over)]),
-        of_specs(lambda: [("w", torch.ones(6), ShardSpec((4, 3), place=6))]),
+    placed: list[tuple[ParameterSource, str]] = [
+        (open_source({"w": tensor, "placed": cut}), words)
+        for tensor, words in (
+            (odd, "parameter 'w' has placements (Partial(sum),): the ranks hold parts of a sum"),
+            (strided, "a strided shard that is no box"),
+            (wrong, "rank 1: ValueError: parameter 'w': this rank holds shape (3, 3), not (2, 3)"),
+            (torch.ones(2 + rank), "on parameter 'w': rank 0: float32 of shape (2,); rank 1: float32 of shape (3,)"),
+        )
     ]
-    texts = []
-    for source in sources:
+    specs = [
+        (of_specs(lambda spec=spec: [("w", torch.ones(6), spec)]), words)
+        for spec, words in (
+            (alone, "ranks 0, 1 hold 6 of 12 elements of parameter 'w'"),
+            (over, "boxes that overlap at (1, 0) of parameter 'w'"),
+            (ShardSpec((4, 3), place=6), "places a flat part at 6"),
+        )
+    ]
+    for source, words in [*placed, (turned, "tensor 'w' is no contiguous part of 'w'"), *specs]:
         with pytest.raises(SyncError) as caught:
             source.agree_on_layout(Agreement(30.0))
-        texts.append(str(caught.value))
+        assert words in same_everywhere(str(caught.value)), caught.value
     with pytest.raises(ValueError, match="strategy 'torchtitan': use one of fsdp"):
         open_source(SimpleNamespace(engine_config=SimpleNamespace(strategy="torchtitan")))
-    return texts
-
-
-def test_what_is_no_box_of_one_whole_is_refused_by_name_on_all_ranks() -> None:
-    first, second = run_world(2, refused, timeout=120)
-    assert first == second
-    for text, words in zip(
-        first,
-        (
-            "parameter 'w' has placements (Partial(sum),): the ranks hold parts of a sum",
-            "a strided shard that is no box",
-            "rank 1: ValueError: parameter 'w': this rank holds shape (3, 3), not (2, 3)",
-            "tensor 'w' is no contiguous part of 'w'",
-            "the ranks disagree on parameter 'w': rank 0: float32 of shape (2,); rank 1: float32 of shape (3,)",
-            "ranks 0, 1 hold 6 of 12 elements of parameter 'w'",
-            "boxes that overlap at (1, 0) of parameter 'w'",
-            "places a flat part at 6",
-        ),
-        strict=True,
-    ):
-        assert words in text, text
