@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds the fixtures of tests whose processes no other module's tests can share, and Megatron's checkpoints."""
+"""Holds the fixtures of tests whose processes no other module's tests can share, and checkpoints."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def qwen2(tiny_model: Callable[[str], str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def sglang_processes() -> Iterator[None]:
-    """Fresh processes, which a module's tests share: SGLang changes what is imported before it and after it."""
+def fresh_processes() -> Iterator[None]:
+    """Shared by a module's tests alone, as those must be in which SGLang changes what is imported."""
     stop()
     yield
     stop()

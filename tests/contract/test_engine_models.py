@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import on_ranks, run_world
+from worlds import on_ranks
 
 from contract import sglang_models as models
 from contract.families import FAMILIES
@@ -32,7 +32,7 @@ from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.rollouts.sglang.refusals import ALWAYS_TIED
 from verl_sync_plugin.verify import DERIVED
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_processes")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_processes")]
 READ, HELD = "changed on the way to the engine", "do not hold what was sent of"
 # Trainer ranks, bucket size, sharded, verified: whole tensors in one piece; many torn ones; a few
 CUTS = ((3, 20_000, True, False), (1, 1 << 30, False, True), (2, 1 << 16, False, True), (3, 20_000, True, True))
@@ -466,20 +466,17 @@ def experts_in_the_order_of_amd_are_refused(config: Any) -> None:
         wire.sync(weights_of(MOE, 2))
 
 
+@on_ranks(2, timeout=500)
 @torch.no_grad()
-def experts(folder: Path) -> None:
+def test_experts(tmp_path: Path) -> None:
+    """Two ranks of one engine, which share out the experts."""
     from sglang.srt.eplb import expert_location
 
-    config = models.start(folder, MOE, ep_size=2, ep_num_redundant_experts=2)
+    config = models.start(tmp_path, MOE, ep_size=2, ep_num_redundant_experts=2)
     every_replica_gets_its_weights(config)
     experts_in_the_order_of_amd_are_refused(config)
     what_is_written_only_in_part_is_an_error(config)
     expert_location._global_expert_location_metadata = None
-
-
-def test_experts(tmp_path: Path) -> None:
-    """Two ranks of one engine, which share out the experts."""
-    run_world(2, experts, tmp_path, timeout=500)
 
 
 # Families that drop the head's weight even with tie_word_embeddings=False
@@ -495,14 +492,11 @@ def changed_by_a_head(config: Any) -> list[str]:
     return [name for name, tensor in models.held(model).items() if not torch.equal(before[name], tensor)]
 
 
+@on_ranks(1, timeout=500)
 @torch.no_grad()
-def heads(folder: Path) -> None:
+def test_told_to_untie_they_have_no_head_of_their_own(tmp_path: Path) -> None:
     for name in (*TIED, *FREE):
-        config = models.start(folder, FAMILIES[name].tied(False))
+        config = models.start(tmp_path, FAMILIES[name].tied(False))
         assert (config.hf_config.architectures[0] in ALWAYS_TIED) == (name in TIED)
         changed = changed_by_a_head(config)
         assert changed == ([] if name in TIED else ["lm_head.weight"]), (name, changed)
-
-
-def test_told_to_untie_they_have_no_head_of_their_own(tmp_path: Path) -> None:
-    run_world(1, heads, tmp_path, timeout=500)

@@ -176,7 +176,7 @@ def _said(error: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("sglang_processes")
+@pytest.mark.usefixtures("fresh_processes")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engine_in_fp8_holds_what_its_own_load_makes_of_the_checkpoint(ranks: int, tmp_path: Path) -> None:
     found = found_by((ranks,), SOME, tmp_path, outcomes)[ranks]
@@ -186,13 +186,13 @@ def test_an_engine_in_fp8_holds_what_its_own_load_makes_of_the_checkpoint(ranks:
 
 
 @pytest.mark.extended
-@pytest.mark.usefixtures("sglang_processes")
+@pytest.mark.usefixtures("fresh_processes")
 @pytest.mark.timeout(3600)
 def test_every_family_in_fp8_is_what_the_table_says(tmp_path: Path) -> None:
     check(TABLE, "families", table(found_by((1, 2), tuple(FAMILIES), tmp_path, outcomes)))
 
 
-@pytest.mark.usefixtures("sglang_processes")
+@pytest.mark.usefixtures("fresh_processes")
 @on_ranks(1, timeout=500)
 @torch.no_grad()
 def test_a_bit_that_flips_in_a_weight_or_a_scale_is_found(tmp_path: Path) -> None:

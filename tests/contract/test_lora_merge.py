@@ -5,7 +5,7 @@ are never written; where it starts."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -167,34 +167,30 @@ def test_one_copy_for_embedding_and_head_travels_once() -> None:
         change(module)
 
 
-def test_a_loaded_adapter_brings_its_own_settings(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
-    """verl's ``lora_adapter_path``: rsLoRA, DoRA, patterns and a saved module."""
+@on_ranks(1)
+def test_a_loaded_adapter_brings_its_own_settings(qwen2: str, tmp_path: Path) -> None:
+    """verl's ``lora_adapter_path``: rsLoRA, DoRA, patterns and a saved module. By verl's own engine, with the plugin's
+    step that adds the adapter."""
     settings = {"use_dora": True, "use_rslora": True, "rank_pattern": {"q_proj": 2}, "modules_to_save": ["lm_head"]}
-    checkpoint = tiny_model("qwen2")
     config = LoraConfig(r=3, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **settings)
-    saved = get_peft_model(base_of(checkpoint), config)
+    saved = get_peft_model(base_of(qwen2), config)
     for name, parameter in saved.named_parameters():
         if "lora_" in name:
             parameter.data.copy_(torch.randn(parameter.shape))
     saved.save_pretrained(str(tmp_path))
-    run_world(1, load_and_merge, checkpoint, str(tmp_path))
-
-
-def base_of(checkpoint: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-
-
-def load_and_merge(checkpoint: str, adapter: str) -> None:
-    """By verl's own engine, with the plugin's step that adds the adapter."""
-    engine: Any = trainer.build(checkpoint, "fsdp2", model={"lora_adapter_path": adapter, "lora_rank": 4})
-    reference = PeftModel.from_pretrained(base_of(checkpoint), adapter)
+    engine: Any = trainer.build(qwen2, "fsdp2", model={"lora_adapter_path": str(tmp_path), "lora_rank": 4})
+    reference = PeftModel.from_pretrained(base_of(qwen2), str(tmp_path))
     loaded = {name for name in reference.state_dict() if is_adapter(name) or "modules_to_save" in name}
     assert len(loaded) == 2 * 2 * 3 + 1
     expected = peft_merge(reference, reference.state_dict())
     got = deliver(merging_source(engine.module))
     check_merged(got, expected)
-    plain = base_of(checkpoint).state_dict()["model.layers.0.mlp.down_proj.weight"].bfloat16()
+    plain = base_of(qwen2).state_dict()["model.layers.0.mlp.down_proj.weight"].bfloat16()
     assert not torch.equal(got["model.layers.0.mlp.down_proj.weight"], plain)
+
+
+def base_of(checkpoint: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
 
 
 # Adapters that PEFT computes from the weights start alike on any number of ranks, in verl's own engines
@@ -223,13 +219,13 @@ def built(checkpoint: str, adapter: str, strategy: str) -> tuple[Built, list[lis
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-def test_two_ranks_start_as_one(strategy: str, tiny_model: Callable[[str], str], tmp_path: Path) -> None:
+def test_two_ranks_start_as_one(strategy: str, qwen2: str, tmp_path: Path) -> None:
     """Covers that verl loads the weights of an untied model on rank 0 alone."""
-    checkpoint, adapter = tiny_model("qwen2"), str(tmp_path / "adapter")
+    adapter = str(tmp_path)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, init_lora_weights="pissa", task_type="CAUSAL_LM")
-    get_peft_model(base_of(checkpoint), config).save_pretrained(adapter)
-    ((expected, trained),) = run_world(1, built, checkpoint, adapter, strategy)
-    for got, trained_too in run_world(2, built, checkpoint, adapter, strategy):
+    get_peft_model(base_of(qwen2), config).save_pretrained(adapter)
+    ((expected, trained),) = run_world(1, built, qwen2, adapter, strategy)
+    for got, trained_too in run_world(2, built, qwen2, adapter, strategy):
         assert trained_too == trained
         for settings, alone, together in zip([*PEFT, adapter], expected, got, strict=True):
             assert alone.keys() == together.keys(), settings
