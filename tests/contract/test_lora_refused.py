@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import IA3Config, LoHaConfig, LoraConfig, PeftMixedModel, get_peft_model, inject_adapter_in_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-from worlds import run_world
+from worlds import on_ranks
 
 from contract.fsdp_models import Layout, Variant, build, deliver, fsdp1, merging_source, peft_model, shard
 from contract.reading import LARGE, planned
@@ -122,53 +122,41 @@ def error_of(source: Any) -> str:
     return str(caught.value)
 
 
-def with_an_unknown_factor() -> str:
+@on_ranks(2)
+def test_a_factor_of_unknown_use_is_refused_by_name() -> None:
     model: Any = peft_model(PLAIN)
     factor = model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj.lora_A.default")
     factor.register_parameter("gain", torch.nn.Parameter(torch.ones(3)))
-    return error_of(merging_source(shard(model, Layout((2,)))))
+    text = error_of(merging_source(shard(model, Layout((2,)))))
+    assert "does not know the use of LoRA parameters: base_model.model.model.layers.1." in text
+    assert "lora_A.default.gain" in text
 
 
-def with_a_transposed_weight() -> str:
+@on_ranks(2)
+def test_a_transposed_weight_travels_as_it_is_and_is_not_merged() -> None:
     model = peft_model(PLAIN)
     layer: Any = model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj.base_layer")
     layer.weight = torch.nn.Parameter(layer.weight.detach().t().contiguous().t(), requires_grad=False)
     module = shard(model, fsdp1(2, True))
-    planned(merging_source(module, merge=False), LARGE)  # the base as it is
-    return error_of(merging_source(module))
+    planned(merging_source(module, merge=False), LARGE)
+    text = error_of(merging_source(module))
+    assert "'model.layers.1.self_attn.q_proj.weight'" in text and "strides (1, " in text
 
 
-def switched_between_syncs() -> str:
+@on_ranks(2)
+def test_adapters_that_are_switched_between_syncs_are_refused_until_they_are_switched_back() -> None:
     """Another adapter than in the first sync, then none; each time the sync after it is as the first."""
     module: Any = shard(peft_model(TWO), Layout((2,)))
     source = merging_source(module)
-    first, texts = deliver(source), []
+    first = deliver(source)
     module.set_adapter("second")
-    for undo in (lambda: module.set_adapter("default"), module.base_model.enable_adapter_layers):
-        texts.append(error_of(source))
+    for now, undo in (
+        ("('second',)", lambda: module.set_adapter("default")),
+        ("('default',) (True, ", module.base_model.enable_adapter_layers),
+    ):
+        text = error_of(source)
+        assert all(words in text for words in ("self_attn.q_proj'", "('default',)", f"now they are {now}")), text
         undo()
         again = deliver(source)
         assert all(torch.equal(first[name], again[name]) for name in first)
         module.base_model.disable_adapter_layers()
-    return "\n".join(texts)
-
-
-@pytest.mark.parametrize(
-    ("refused", "words"),
-    [
-        (
-            with_an_unknown_factor,
-            ["does not know the use of LoRA parameters: base_model.model.model.layers.1.", "lora_A.default.gain"],
-        ),
-        (with_a_transposed_weight, ["'model.layers.1.self_attn.q_proj.weight'", "strides (1, "]),
-        (
-            switched_between_syncs,
-            ["self_attn.q_proj'", "('default',)", "now they are ('second',)", "now they are ('default',) (True, "],
-        ),
-    ],
-)
-def test_sharded_weights_and_adapters_that_no_merge_takes_are_refused_by_name(
-    refused: Callable[[], str], words: list[str]
-) -> None:
-    for text in run_world(2, refused):
-        assert all(word in text for word in words), text

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import run_world
+from worlds import on_ranks, run_world
 
 from contract import sglang_models as models
 from contract.sources import SourceManager, StandIn, WorldSource, endpoint_of, same_everywhere
@@ -131,7 +131,7 @@ class Member:
         return int(total.item())
 
 
-def play(folder: Path, tp: int, cases: tuple[Case, ...]) -> None:
+def play(folder: Path, tp: int, *cases: Case) -> None:
     """All cases, one after another."""
     rank, config = dist.get_rank(), models.start(folder, KIND, tp)
     for case in cases:
@@ -152,15 +152,10 @@ def story(member: Member, case: Case) -> None:
         alike = sum(case.hosts.count(host) for host in case.hosts)
         assert member.crossing() == report.nbytes // len(case.hosts) * (len(case.hosts) ** 2 - alike)
     if case.failing:
-        if several:
-            same_everywhere(a_byte_changes_on_the_network(member))
-            member.sync()
-            member.exact()
-        else:
-            out_of_reach(member)
+        (a_byte_changes_on_the_network if several else out_of_reach)(member)
 
 
-def a_byte_changes_on_the_network(member: Member) -> str:
+def a_byte_changes_on_the_network(member: Member) -> None:
     """A bit flips in each byte of a segment that rank 0 has received, of which its engine rank may read a part only;
     whoever reads it says so."""
     sender = member.manager.sender
@@ -182,8 +177,9 @@ def a_byte_changes_on_the_network(member: Member) -> str:
     sender.broadcast, sender.drain = noting, flipping  # type: ignore[method-assign]
     text = member.failing()
     sender.broadcast, sender.drain = honest, drained  # type: ignore[method-assign]
-    assert "changed on the way to the engine" in text, text
-    return text
+    assert "changed on the way to the engine" in same_everywhere(text), text
+    member.sync()
+    member.exact()
 
 
 def out_of_reach(member: Member) -> None:
@@ -203,16 +199,17 @@ def out_of_reach(member: Member) -> None:
         assert manager.report.delivery == "broadcast"
 
 
+@on_ranks(4, timeout=280)
 def test_four_ranks_on_one_two_and_three_hosts(tmp_path: Path) -> None:
     """Replicas of two engine ranks: on one host each, or across hosts."""
     one, two, three = ("a",) * 4, ("a", "a", "b", "b"), ("a", "b", "c", "a")
-    cases = (Case(one, bucket_bytes=20_000, failing=True), Case(two, joint=True, failing=True), Case(three))
-    run_world(4, play, tmp_path, 2, cases, timeout=280)
+    play(tmp_path, 2, Case(one, bucket_bytes=20_000, failing=True), Case(two, joint=True, failing=True), Case(three))
 
 
+@on_ranks(2, timeout=280)
 def test_two_ranks_on_two_hosts(tmp_path: Path) -> None:
     """One engine across them."""
-    run_world(2, play, tmp_path, 2, (Case(("a", "b"), failing=True), Case(("a", "b"), joint=True)), timeout=280)
+    play(tmp_path, 2, Case(("a", "b"), failing=True), Case(("a", "b"), joint=True))
 
 
 # Staged delivery packs, sends and loads successive buckets at once: what a rank does with each of them, in its order
