@@ -143,15 +143,15 @@ def run_world(size: int, function: Callable[..., Any], *arguments: object, timeo
 class _Body:
     """The body of a test that ``on_ranks`` decorates, by name: a rank imports it with its module."""
 
-    def __init__(self, module: str, name: str) -> None:
-        self._names = module, name
+    def __init__(self, module: str, name: str, given: dict[str, Any]) -> None:
+        self._at = module, name, given
 
     def __reduce__(self) -> Any:
-        return _body_of, self._names
+        return _body_of, self._at
 
 
-def _body_of(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name).__wrapped__
+def _body_of(module: str, name: str, given: dict[str, Any]) -> Any:
+    return functools.partial(getattr(importlib.import_module(module), name).__wrapped__, **given)
 
 
 def on_ranks(size: int | str, timeout: float = 120.0) -> Callable[[Callable[..., Any]], Callable[..., None]]:
@@ -166,7 +166,8 @@ def on_ranks(size: int | str, timeout: float = 120.0) -> Callable[[Callable[...,
         @functools.wraps(test)
         def run(**given: Any) -> None:
             found = given[size] if isinstance(size, str) else size
-            run_world(getattr(found, "size", found), _Body(test.__module__, test.__name__), given, timeout=timeout)
+            body = _Body(test.__module__, test.__name__, given)
+            run_world(getattr(found, "size", found), body, timeout=timeout)  # type: ignore[arg-type]
 
         return run
 
