@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA over many syncs: the trainer stays as it is, what is gathered ahead is bounded, nothing of it goes stale, and a
-rank that fails or stays away on the way to a collective of the preparation leaves nobody alone in it."""
+"""LoRA over many syncs, merged: the trainer stays as it is, what is gathered ahead is bounded, nothing of it goes stale,
+and a rank that fails or stays away on the way to a collective of the preparation leaves nobody alone in it. Served: the
+engine gets PEFT's own adapter."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import time
 import weakref
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from peft import get_peft_model_state_dict
 from torch.distributed import distributed_c10d
 from worlds import on_ranks, run_world
 
@@ -22,6 +26,7 @@ from contract.fsdp_models import (
     Layout,
     Variant,
     assert_unchanged,
+    change,
     deliver,
     fsdp1,
     manager_of,
@@ -175,3 +180,67 @@ def test_an_absent_rank_is_waited_for_no_longer_than_the_bound(collectives: int)
         assert SECONDS * 0.5 < time.monotonic() - started < SECONDS + 1
     else:
         time.sleep(SECONDS + 2)
+
+
+# What the leader hands to an engine that serves the adapter is PEFT's own; failures are everyone's, and pass
+
+# The second adapter is not served, and does not travel
+TWO = Variant("all-linear", config=LINEAR.config, second={"target_modules": ["q_proj"]})
+
+
+def serving(module: torch.nn.Module, server: StandIn, wire: str = "bfloat16") -> ShardingManager:
+    """Of a trainer whose engine serves the adapter, and has its base already."""
+    manager = manager_of(module, server, dist.get_rank() == 0, merge=False, wire=wire)
+    manager._base_sent = True
+    return manager
+
+
+def failing(manager: ShardingManager) -> str:
+    with pytest.raises(SyncError) as caught:
+        asyncio.run(manager.update_weights([], 0))
+    return same_everywhere(str(caught.value))
+
+
+@pytest.mark.parametrize("layout", [Layout((1,)), Layout((3,)), fsdp1(2, True)], ids=str)
+@on_ranks("layout", timeout=60)
+def test_the_engine_gets_pefts_own_adapter(layout: Layout) -> None:
+    reference, module, server, leads = peft_model(TWO), shard(peft_model(TWO), layout), StandIn(), dist.get_rank() == 0
+    manager = serving(module, server)
+    for version in (1, 2, 3):
+        report = asyncio.run(manager.update_weights([], version))
+        reference.load_state_dict(torchs_own_state(module))
+        expected = get_peft_model_state_dict(reference)
+        if leads:
+            settings, got = server.adapters[-1]
+            assert got.keys() == expected.keys() and len(got) == report.tensors
+            assert all(torch.equal(got[name], expected[name].bfloat16()) for name in expected)
+            assert settings["r"] == 3 and settings["peft_type"] == "LORA" and report.stages["sleep"] == 0.5
+        change(module)
+    source: Any = manager.source
+    honest, started = source.shards, time.monotonic()
+
+    def broken() -> Any:
+        """This rank comes to the gathering, and has no memory left to pack its part of one factor."""
+        found = honest()
+        if dist.get_rank() == layout.size - 1:
+            break_source(source, "factors")
+        return found
+
+    with mock.patch.object(source, "shards", broken):
+        assert f"rank {layout.size - 1}: torch.OutOfMemoryError: injected" in failing(manager)
+    assert time.monotonic() - started < SOON, "the others waited in the collective"
+    server.refuses = True
+    assert "rank 0: RuntimeError: SGLang refused the adapter" in failing(manager)
+    server.refuses = False
+    factor = next(parameter for name, parameter in module.named_parameters() if "lora_A" in name)
+    first: torch.Tensor = getattr(factor, "_local_tensor", factor).detach().view(-1)[:1]
+    held = first.clone()
+    first.fill_(float("nan"))
+    assert "lora_A.weight' holds NaN or Inf" in failing(manager)
+    first.fill_(1e5)
+    narrow = serving(module, server, "float16")
+    assert "lora_A.weight' exceeds the range of float16, in which it travels" in failing(narrow)
+    first.copy_(held)
+    sent = len(server.adapters)
+    asyncio.run(manager.update_weights([], 4))
+    assert len(server.adapters) == sent + leads
