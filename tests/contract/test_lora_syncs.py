@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA over many syncs, merged: the trainer stays as it is, what is gathered ahead is bounded, nothing of it goes stale,
-and a rank that fails or stays away on the way to a collective of the preparation leaves nobody alone in it. Served: the
+"""LoRA over many syncs. Merged: the trainer stays as it is, what is gathered ahead is bounded, nothing of it goes
+stale, a rank that fails or stays away on the way to a collective of the preparation leaves nobody alone in it. Served: the
 engine gets PEFT's own adapter."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from peft import get_peft_model_state_dict
 from torch.distributed import distributed_c10d
-from worlds import on_ranks, run_world
+from worlds import on_ranks
 
 from contract.fsdp_models import (
     BUCKET_BYTES,
@@ -48,9 +48,9 @@ WEIGHT = "model.layers.0.self_attn.o_proj.weight"
 BUCKET, SECONDS, SOON = BUCKET_BYTES, 3.0, 5.0
 
 
-def count_collectives(layout: Layout, gather_bytes: int) -> tuple[list[int], list[int]]:
+def count_collectives(module: torch.nn.Module, gather_bytes: int) -> tuple[list[int], list[int]]:
     """Counts the collectives of each bucket's preparation, and the bytes of factors that are there after it."""
-    source = merging_source(shard(peft_model(LINEAR), layout), gather_bytes=gather_bytes)
+    source = merging_source(module, gather_bytes=gather_bytes)
     plan, _ = planned(source, 30_001)
     bases = [bucket.bases for bucket in plan.buckets]
     counts, held = [], []
@@ -64,14 +64,16 @@ def count_collectives(layout: Layout, gather_bytes: int) -> tuple[list[int], lis
 
 
 @pytest.mark.parametrize("layout", [Layout((3,)), Layout((2, 2))], ids=str)
+@on_ranks("layout")
 def test_the_factors_of_several_buckets_are_gathered_at_once_within_bounds(layout: Layout) -> None:
-    (alone, smallest), *_ = run_world(layout.size, count_collectives, layout, 0)
+    module = shard(peft_model(LINEAR), layout)
+    alone, smallest = count_collectives(module, 0)
     bound = 2 * max(smallest)
-    for counts, held in run_world(layout.size, count_collectives, layout, bound):
-        assert max(counts) == 1 and 1 < sum(counts) <= sum(alone) * 2 // 3, (counts, alone)
-        assert max(held) <= bound
-    for counts, _ in run_world(layout.size, count_collectives, layout, 1 << 30):
-        assert counts == [1] + [0] * (len(counts) - 1)
+    counts, held = count_collectives(module, bound)
+    assert max(counts) == 1 and 1 < sum(counts) <= sum(alone) * 2 // 3, (counts, alone)
+    assert max(held) <= bound
+    counts, _ = count_collectives(module, 1 << 30)
+    assert counts == [1] + [0] * (len(counts) - 1)
 
 
 @pytest.mark.parametrize("layout", [Layout((2,)), pytest.param(fsdp1(2, True), marks=pytest.mark.extended)], ids=str)

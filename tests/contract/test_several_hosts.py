@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import on_ranks, run_world
+from worlds import on_ranks
 
 from contract import sglang_models as models
 from contract.sources import SourceManager, StandIn, WorldSource, endpoint_of, same_everywhere
@@ -234,8 +234,10 @@ class Model(torch.nn.Module):
             getattr(self, name).copy_(tensor)
 
 
-def two_syncs(delivery: str) -> list[tuple[str, Events]]:
-    """One rank's delivery of each sync, and what it did."""
+@pytest.mark.parametrize(("delivery", "world"), [(name, world) for name, (world, *_) in DELIVERIES.items()])
+@on_ranks("world")
+def test_a_bucket_is_packed_while_another_one_is_loaded(delivery: str, world: int) -> None:
+    """In both of two syncs."""
     rank, model, source = dist.get_rank(), Model(), WorldSource()
     host = f"host {rank}" if delivery == "broadcast" else "host"
     loader._sessions.clear()
@@ -276,13 +278,8 @@ def two_syncs(delivery: str) -> list[tuple[str, Events]]:
         manager.sender.close()
         manager.meeting.close()
     loader._sessions.clear()
-    return found
-
-
-@pytest.mark.parametrize("delivery", DELIVERIES)
-def test_a_bucket_is_packed_while_another_one_is_loaded(delivery: str) -> None:
-    world, _, ahead = DELIVERIES[delivery]
-    for said, events in (each for of_rank in run_world(world, two_syncs, delivery) for each in of_rank):
+    ahead = DELIVERIES[delivery][2]
+    for said, events in found:
         assert said == delivery or (delivery, said) == ("alone", "staged")
         at = {event: place for place, event in enumerate(events)}
         for index in range(BUCKETS):
