@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA over many syncs. Merged: the trainer stays as it is, what is gathered ahead is bounded, nothing of it goes
-stale, a rank that fails or stays away on the way to a collective of the preparation leaves nobody alone in it. Served: the
-engine gets PEFT's own adapter."""
+"""LoRA over many syncs, merged and served: the trainer stays as it is, what is gathered ahead is bounded, nothing of it
+goes stale, a rank that fails or stays away on the way to a collective of the preparation leaves nobody alone in it, and
+an engine that serves the adapter gets PEFT's own."""
 
 from __future__ import annotations
 
