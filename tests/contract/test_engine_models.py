@@ -41,6 +41,14 @@ LEFT_OUT = {"deepseek-v2": {DERIVED: "is computed"}, "deepseek-v3": {DERIVED: "i
 NORM, OTHER_DTYPE = "model.norm.weight", "is copied through a view of another dtype"
 
 
+def exact(wire: Wire, reference: Any, weights: models.Weights) -> int:
+    """A sync leaves what SGLang's own load does; returns how many tensors were replayed."""
+    replayed = wire.sync(weights)
+    reference.load_weights((name, tensor.clone()) for name, tensor in weights)
+    check_same(wire.model, reference, "the sync")
+    return replayed
+
+
 def copies_are_exact(kind: str, config: Any) -> Wire:
     """Three syncs of every cut, all of them copied whole and compared; what cannot be compared is named."""
     model, reference = models.build(config), models.build(config)
@@ -48,9 +56,7 @@ def copies_are_exact(kind: str, config: Any) -> Wire:
         wire = Wire(model, weights_of(kind, 0), ranks, bucket_bytes, sharded, verified=verified)
         for seed in (1, 2, 3):
             weights = weights_of(kind, seed)
-            assert wire.sync(weights) == len(weights), (kind, ranks, seed)
-            reference.load_weights(iter(weights))
-            check_same(model, reference, f"sync {seed} of {kind} by {ranks} ranks, {bucket_bytes} bytes,")
+            assert exact(wire, reference, weights) == len(weights), (kind, ranks, seed)
         assert wire.load.map.kept > 10 and not wire.comparison.unwritten, kind
         expected = LEFT_OUT.get(kind, {}) if verified else wire.comparison.left_out
         assert wire.comparison.left_out == expected, wire.comparison.left_out
@@ -124,9 +130,7 @@ def what_a_copy_would_get_wrong_is_left_to_the_model(config: Any) -> None:
         wire = Wire(model, weights_of("qwen2", 0), 3, 20_000)
         for seed in (1, 2, 3):
             weights = [(n, t * 0 if n == NORM and seed == 1 else t) for n, t in weights_of("qwen2", seed)]
-            assert wire.sync(weights) == len(weights) - bool(why)
-            reference.load_weights((n, t.clone()) for n, t in weights)
-            check_same(model, reference, f"sync {seed}, {called},")
+            assert exact(wire, reference, weights) == len(weights) - bool(why), called
         assert wire.left == ({NORM: why} if why else {}), called
 
 
@@ -152,9 +156,7 @@ def moved_parameters_start_over(config: Any) -> None:
         move()
         for seed in (2 * number + 1, 2 * number + 2):
             before = wire.load.map
-            wire.sync(weights_of("qwen2", seed))
-            reference.load_weights(iter(weights_of("qwen2", seed)))
-            check_same(model, reference, f"sync {seed}")
+            exact(wire, reference, weights_of("qwen2", seed))
             assert (wire.load.map is before) == (seed % 2 == 0), move
         assert known in (None, wire.load.map)
         known = wire.load.map
@@ -190,11 +192,7 @@ def a_wrong_recording_is_found(config: Any) -> None:
     wire = Wire(model, weights_of("qwen2", 0), 2, 1 << 16)
     with mock.patch.object(introduce, "record", wrong):
         for seed in (1, 2):
-            weights = weights_of("qwen2", seed)
-            tensors = wire.sync(weights)
-            reference.load_weights(iter(weights))
-            check_same(model, reference, f"sync {seed}")
-    assert tensors == len(weights) - 2
+            assert exact(wire, reference, weights_of("qwen2", seed)) == len(wire.plan.names) - 2
     assert wire.left == wire.comparison.left_out == dict.fromkeys(swapped, introduce.ELSEWHERE)
 
 
@@ -255,9 +253,7 @@ def what_cannot_be_recorded_is_watched(config: Any) -> None:
         Wire(model, with_one_more(0), 2, 20_000).sync(with_one_more(1))
     wire = Wire(model, weights_of("qwen2", 0), 2, 20_000)
     for seed in (1, 2, 3):
-        assert wire.sync(weights_of("qwen2", seed)) == 0
-        reference.load_weights(iter(weights_of("qwen2", seed)))
-        check_same(model, reference, f"sync {seed}")
+        assert exact(wire, reference, weights_of("qwen2", seed)) == 0
 
 
 def leftovers_that_are_not_loaded_alone_are_an_error(config: Any) -> None:
@@ -276,9 +272,7 @@ def leftovers_that_are_not_loaded_alone_are_an_error(config: Any) -> None:
     model.load_weights = load
     wire = Wire(model, weights_of("qwen2", 0), 1, 1 << 30)
     for seed in (1, 2):
-        wire.sync(weights_of("qwen2", seed))
-        reference.load_weights(iter(weights_of("qwen2", seed)))
-        check_same(model, reference, f"sync {seed}")
+        exact(wire, reference, weights_of("qwen2", seed))
     assert set(wire.left) >= {GATE, UP}
 
 
