@@ -16,7 +16,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutCo
 from verl.workers.rollout.replica import RolloutMode
 from worlds import on_ranks
 
-from contract.sources import SourceManager, shard_of
+from contract.sources import SourceManager, reads_unseen, shard_of
 from faults import points
 from faults.actor import Reference, worker_calls
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND, TURN_OFF, sync_config_of
@@ -411,6 +411,50 @@ def test_parameters_are_let_go_of_once_they_are_not_read_in_place(qwen2: str, tm
         (session,) = loader._sessions.values()
         assert (place.manager.report.direct_bytes > 0) is direct is bool(session._regions._mapped), place.manager.report
         assert look is half_gone or mapped() == (2 * own if direct else own)
+    place.close()
+
+
+# Where a bit flips in a sync in place, whether bytes are hashed, custom.sync.verify: what finds it, if anything does
+READ, HELD = "changed on the way to the engine", "do not hold what was sent of"
+FOUND_BY = (
+    ("engine", True, "never", ""),
+    ("engine", True, "always", HELD),
+    ("trainer", True, "never", READ),
+    ("trainer", False, "always", HELD),
+    ("trainer", False, "never", ""),
+)
+
+
+@pytest.mark.parametrize(("where", "hashed", "verify", "expected"), FOUND_BY)
+@on_ranks(1)
+def test_a_bit_that_flips_in_a_sync_in_place_is_found(
+    where: str, hashed: bool, verify: str, expected: str, qwen2: str, tmp_path: Path
+) -> None:
+    """In the trainer's memory between its hash and the engine's read, or in the engine's parameter after the copy: by
+    the hash or by the comparison alone, and by neither where both are off."""
+    place = OneProcess(qwen2, tmp_path, verify=verify)
+    for _ in range(2):
+        place.sync()
+    (session,) = loader._sessions.values()
+    sent = place.source.weights["c.q.weight"]
+    owner, name, memory = (
+        (place.manager.sender, "read", sent) if where == "trainer" else (session._load, "finish", place.model.c)
+    )
+    honest = getattr(owner, name)
+
+    def flipping(*args: Any) -> Any:
+        done = honest(*args)
+        memory.view(torch.uint8).view(-1)[4] ^= 64
+        return done
+
+    unseen = nullcontext() if hashed else reads_unseen()
+    fails = pytest.raises(SyncError, match=f"{expected}.* c.q.weight") if expected else nullcontext()
+    with unseen, mock.patch.object(owner, name, flipping), fails:
+        place.sync()
+    assert place.manager.report.delivery == "direct"
+    place.train()
+    place.sync()
+    assert place.model.holds(place.source.weights) and place.manager.report.delivery == "direct"
     place.close()
 
 
