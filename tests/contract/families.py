@@ -21,10 +21,13 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_position_embeddings": 512,
     "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
+ROUTED_EXPERTS = {
+    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
 LATENT = {
-    **DENSE, "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48, "first_k_dense_replace": 1, "moe_layer_freq": 1, "kv_lora_rank": 32,
-    "q_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_group": 2, "topk_group": 1,
+    **DENSE, **ROUTED_EXPERTS, "num_key_value_heads": 4, "moe_layer_freq": 1, "kv_lora_rank": 32, "q_lora_rank": 48,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_group": 2, "topk_group": 1,
     "rope_parameters": YARN,
 }  # fmt: skip
 MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6}}
@@ -43,6 +46,7 @@ LINEAR_ATTENTION = {
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
 LLAMA_4 = {**HEADS, "intermediate_size_mlp": 128, "interleave_moe_layer_step": 2, **LOCAL_EXPERTS}
+PROJECTOR = ("vision_output_dim", "projector_input_dim", "projector_output_dim")
 SIGLIP = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32,
     "patch_size": 8,
@@ -129,17 +133,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "DeepSeek-V2": Family("deepseek_v2", {**LATENT, "q_lora_rank": None}),
     "DeepSeek-V3": Family("deepseek_v3", {**LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
-    "GLM-4.5": Family(
-        "glm4_moe",
-        {
-            **HEADS,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 48,
-            "first_k_dense_replace": 1,
-        },
-    ),
+    "GLM-4.5": Family("glm4_moe", {**HEADS, **ROUTED_EXPERTS}),
     "GLM-4.7-Flash": Family("glm4_moe_lite", LATENT),
     "ERNIE 4.5, MoE": Family(
         "ernie4_5_moe",
@@ -158,13 +152,7 @@ FAMILIES: dict[str, Family] = {
         "llama4",
         _text_and_vision(
             {**LLAMA_4, "original_total_num_kv_heads": 2, "original_num_attention_heads": 4},
-            {
-                **SIGLIP,
-                "vision_output_dim": 32,
-                "projector_input_dim": 32,
-                "projector_output_dim": 32,
-                "pixel_shuffle_ratio": 0.5,
-            },
+            {**SIGLIP, **dict.fromkeys(PROJECTOR, 32), "pixel_shuffle_ratio": 0.5},
         ),
     ),
     "Qwen2-VL": Family("qwen2_vl", _text_and_vision({**DENSE, **MROPE}, {**QWEN2_VISION, "patch_size": 4})),

@@ -25,8 +25,6 @@ KINDS: dict[str, Family] = {
     "qwen2": FAMILIES["Qwen2"],
     "qwen2-tied": FAMILIES["Qwen2, tied"],
     "qwen3-moe-tied": EXPERTS.tied(True),
-    "llama": FAMILIES["Llama"],
-    "qwen3": FAMILIES["Qwen3"],
     "qwen3-moe": EXPERTS,
     "deepseek-v2": FAMILIES["DeepSeek-V2"],
     "deepseek-v3": FAMILIES["DeepSeek-V3"],

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import run_world
+from worlds import on_ranks
 
-from contract.sources import everyone
+from contract.sources import everyone, same_everywhere
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.load_map import Box, Kept, LoadMap, Move, Place
@@ -23,7 +23,6 @@ from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, View
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.rollouts import rollout_of
-from verl_sync_plugin.rollouts.gate import Occupation
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.base import ParameterSource
@@ -32,7 +31,7 @@ from verl_sync_plugin.verify import Comparison
 
 CPU = torch.device("cpu")
 SECONDS = 0.3
-WAIT = 5.0
+WAIT = 4.0
 
 
 def settled(agreement: Agreement, what: str) -> str:
@@ -43,9 +42,10 @@ def settled(agreement: Agreement, what: str) -> str:
     return ""
 
 
-def steps() -> list[object]:
-    """Returns what one rank hears of steps, some of which fail on the last rank."""
-    agreement, last = Agreement(20.0), dist.get_rank() == dist.get_world_size() - 1
+@on_ranks(2, timeout=40)
+def test_every_rank_takes_a_step_or_none() -> None:
+    """A rank that failed before one does not begin it; then it is no rank's."""
+    agreement, rank = Agreement(20.0), dist.get_rank()
     heard: list[object] = []
     begun: list[str] = []
 
@@ -53,30 +53,24 @@ def steps() -> list[object]:
         begun.append(what)
         if fails:
             raise ValueError(f"injected: {what}")
-        return dist.get_rank()
+        return rank
 
     heard.append(agreement.step("first", lambda: work("first")))
-    heard.append(agreement.any("second", lambda: last))
+    heard.append(agreement.any("second", lambda: rank == 1))
     heard.append(agreement.any("third", lambda: False))
     with agreement.attempt():
-        work("before", fails=last)
+        work("before", fails=rank == 1)
     for what in ("after", "again"):
         try:
             heard.append(agreement.step(what, lambda what=what: work(what)))
         except SyncError as error:
             heard.append(str(error).splitlines()[-1])
-    return [*heard, begun]
+    assert heard == [rank, True, False, "rank 1: ValueError: injected: before", rank]
+    assert begun == ["first", "before", *["after"] * (rank == 0), "again"]
 
 
-def test_every_rank_takes_a_step_or_none() -> None:
-    first, last = run_world(2, steps, timeout=40)
-    said = "rank 1: ValueError: injected: before"
-    assert first == [0, True, False, said, 0, ["first", "before", "after", "again"]]
-    assert last == [1, True, False, said, 1, ["first", "before", "again"]], "a rank that failed before does not begin"
-
-
-def cancelled() -> tuple[str, str, str]:
-    """Returns the error that ends a step in which rank 0 is cancelled, its text, and a later agreement."""
+@on_ranks(2, timeout=60)
+def test_a_cancelled_rank_is_cancelled_and_the_others_hear_of_it() -> None:
     agreement, first = Agreement(20.0), dist.get_rank() == 0
 
     async def waking() -> None:
@@ -84,7 +78,7 @@ def cancelled() -> tuple[str, str, str]:
             await asyncio.sleep(600.0 if first else 0.0)
         agreement.settle("waking")
 
-    async def ended() -> tuple[str, str]:
+    async def ended() -> BaseException | None:
         task = asyncio.ensure_future(waking())
         await asyncio.sleep(0.5)
         if first:
@@ -92,21 +86,18 @@ def cancelled() -> tuple[str, str, str]:
         try:
             await task
         except (Exception, asyncio.CancelledError) as error:
-            return type(error).__name__, str(error)
-        return "", ""
+            return error
+        return None
 
-    return *asyncio.run(ended()), settled(agreement, "later")
-
-
-def test_a_cancelled_rank_is_cancelled_and_the_others_hear_of_it() -> None:
-    (leader, _, later), (other, text, same) = run_world(2, cancelled, timeout=60)
-    assert (leader, other) == ("CancelledError", "SyncError")
-    assert "rank 0: RuntimeError: this rank was cancelled" in text
-    assert later == same == "", "nothing is left of it for the next stage"
+    error = asyncio.run(ended())
+    assert type(error) is (asyncio.CancelledError if first else SyncError)
+    assert first or "rank 0: RuntimeError: this rank was cancelled" in str(error)
+    assert settled(agreement, "later") == "", "something is left of it for the next stage"
 
 
-def without_room_on_one() -> str:
-    """Why a sync that is to be proven on two engines fails, of which one had no memory for marks."""
+@on_ranks(2, timeout=60)
+def test_an_engine_without_room_for_marks_fails_the_proof_of_all() -> None:
+    """Of two engines, one had no memory for marks."""
     plan = plan_buckets((Base("a", "bfloat16", 2, (64,), (View("a", (64,), 0, 64),)),), 1 << 10)
     whole, lacks = Box(0, 0, ((64, 1, 1),)), "full" if dist.get_rank() else ""
     places, moves = (Place("x", (Kept("x", "bfloat16", whole, False),)),), (Move(0, 0, "bfloat16", whole),)
@@ -115,12 +106,7 @@ def without_room_on_one() -> str:
     comparison.learn(plan, loaded=False)
     with pytest.raises(SyncError) as caught:
         comparison.refuse_unproven()
-    return str(caught.value)
-
-
-def test_an_engine_without_room_for_marks_fails_the_proof_of_all() -> None:
-    first, second = run_world(2, without_room_on_one, timeout=60)
-    assert first == second and "not every engine rank could find out what it holds (full)" in first
+    assert "not every engine rank could find out what it holds (full)" in same_everywhere(str(caught.value))
 
 
 # The engine
@@ -150,10 +136,10 @@ class Sleeper(Engine):
             raise RuntimeError("injected: out of memory")
 
 
-def wake_five_times() -> list[tuple[str, list[str], dict[str, float]]]:
-    """Returns the error of each wake, what the engine was asked for, and the stages of its report."""
+@on_ranks(2, timeout=60)
+def test_packs_while_the_engine_resumes_and_a_failure_of_either_is_everybodys() -> None:
     manager = ShardingManager(None, Engine(), SyncConfig(timeout_seconds=20.0), 1 << 20, CPU)
-    agreement, found = manager.agreement, list[tuple[str, list[str], dict[str, float]]]()
+    agreement, texts, engines = manager.agreement, list[str](), list[Sleeper]()
     for fails, failing in ((False, -1), (False, 1), (True, -1), (True, 0), (False, -1)):
         manager.endpoint = engine = Sleeper(fails)
         manager.report = SyncReport()
@@ -171,23 +157,19 @@ def wake_five_times() -> list[tuple[str, list[str], dict[str, float]]]:
             text = settled(agreement, "connecting to the engine")
         except SyncError as error:
             text = str(error)
-        found.append((text, engine.asked, manager.report.stages))
-    return found
-
-
-def test_packs_while_the_engine_resumes_and_a_failure_of_either_is_everybodys() -> None:
-    first, second = run_world(2, wake_five_times, timeout=60)
-    _, leader, stages = first[0]
-    assert leader == ["asked for weights", "packed", "resumed"] and second[0][1] == ["packed"]
-    assert stages["update_weights"] >= SECONDS
-    assert 0 <= stages["resume_weights"] < SECONDS, "only what the wait for the engine costs beyond the packing"
-    assert [text for text, *_ in first] == [text for text, *_ in second]
-    good, packing, waking, both, again = (text for text, *_ in first)
+        texts.append(same_everywhere(text))
+        engines.append(engine)
+        if len(engines) == 1 and engine.leader:
+            stages = manager.report.stages
+            assert stages["update_weights"] >= SECONDS
+            assert 0 <= stages["resume_weights"] < SECONDS, "only what the wait for the engine costs beyond the packing"
+    assert engines[0].asked == (["asked for weights", "packed", "resumed"] if engines[0].leader else ["packed"])
+    good, packing, waking, both, again = texts
     assert "failed at 'packing'" in packing and "rank 1: MemoryError: injected: cannot pack" in packing
     assert "failed at 'connecting to the engine'" in waking and "rank 0: RuntimeError: injected: out" in waking
     assert "rank 0: MemoryError" in both and "out of memory" not in both
     assert good == again == "", "nothing is left over from the failures"
-    assert [asked.count("resumed") for _, asked, _ in first] == [1] * 5, "no resume is left under way"
+    assert all(each.asked.count("resumed") == each.leader for each in engines), "a resume is left under way"
 
 
 class Silent(Engine):
@@ -209,51 +191,19 @@ class Manager(ShardingManager):
         raise ValueError("no source")
 
 
-def fail(where: str) -> tuple[str, list[str], float]:
-    """The error of one call of a manager, what the engine was asked for meanwhile, and the seconds it took."""
+@pytest.mark.parametrize(
+    ("where", "asked"),
+    [("plan", ["load_weights"]), ("base", ["load_weights"]), ("adapter", []), ("finish", ["finish_sync"])],
+)
+@on_ranks(2, timeout=60)
+def test_a_silent_engine_hears_of_a_failure_once_and_is_waited_for_once(where: str, asked: list[str]) -> None:
+    """While it also does not end the load that it was asked for."""
     engine = Silent()
     manager = Manager(engine, serves_adapter=where in ("adapter", "base"))
     manager._base_sent = where == "adapter"
     started = time.monotonic()
     with pytest.raises(SyncError) as caught:
         asyncio.run(manager.finish(["kv_cache"]) if where == "finish" else manager.update_weights([], 1))
-    seconds = time.monotonic() - started
-    dist.barrier()
-    return str(caught.value), engine.asked, seconds
-
-
-@pytest.mark.parametrize(
-    ("where", "asked"),
-    [("plan", ["load_weights"]), ("base", ["load_weights"]), ("adapter", []), ("finish", ["finish_sync"])],
-)
-def test_a_silent_engine_hears_of_a_failure_once_and_is_waited_for_once(where: str, asked: list[str]) -> None:
-    """While it also does not end the load that it was asked for."""
-    (text, leader, seconds), (same, other, _) = run_world(2, fail, where, timeout=60)
-    assert text == same and other == []
-    assert leader == [*asked, f"abandon_sync: {text}"]
-    assert seconds < (2.5 if where == "finish" else 1.5) * WAIT
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_what_an_engine_failed_to_do_is_asked_again(late: bool) -> None:
-    """At once, or after whoever asked had given up."""
-
-    async def story() -> None:
-        asked: list[list[str]] = []
-        there: list[bool] = []
-        occupation = Occupation("the engine", 0.5, there.append)
-
-        async def ask(tags: list[str]) -> None:
-            asked.append(tags)
-            if len(asked) == 1:
-                await asyncio.sleep(0.75 * late)
-                raise RuntimeError("injected")
-
-        with pytest.raises(TimeoutError if late else RuntimeError):
-            await occupation.change("release", ["weights"], ask)
-        for _ in range(2):
-            await occupation.change("release", ["weights"], ask)
-        assert asked == [["weights"]] * 2 and occupation.released == {"weights"}
-        assert there == [False, True, False, False], "none of its memory is touched until it has answered"
-
-    asyncio.run(story())
+    assert time.monotonic() - started < (2.5 if where == "finish" else 1.5) * WAIT
+    text = same_everywhere(str(caught.value))
+    assert engine.asked == ([*asked, f"abandon_sync: {text}"] if engine.leader else [])

@@ -10,42 +10,43 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import run_fresh
+from worlds import on_ranks
 
 from contract import sglang_models as models
 from contract.families import FAMILIES
 from contract.sglang_models import check_same, weights_of
 from contract.sources import reads_unseen, same_everywhere
-from contract.wire import CPU, Wire
-from verl_sync_plugin.copies.copier import Memory, _PlainPrepared
+from contract.wire import Wire
 from verl_sync_plugin.engine import introduce
-from verl_sync_plugin.engine.load import refuse_rearranged
-from verl_sync_plugin.engine.recorder import Recording
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.layout.load_map import owners_of, read_parts
-from verl_sync_plugin.layout.tensors import hulls_of, numbers_of
-from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.rollouts.sglang.refusals import ALWAYS_TIED
 from verl_sync_plugin.verify import DERIVED
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_processes")]
 READ, HELD = "changed on the way to the engine", "do not hold what was sent of"
 # Trainer ranks, bucket size, sharded, verified: whole tensors in one piece; many torn ones; a few
 CUTS = ((3, 20_000, True, False), (1, 1 << 30, False, True), (2, 1 << 16, False, True), (3, 20_000, True, True))
 # What cannot be compared: DeepSeek's attention has weights of its own, derived from others
 LEFT_OUT = {"deepseek-v2": {DERIVED: "is computed"}, "deepseek-v3": {DERIVED: "is computed"}}
 NORM, OTHER_DTYPE = "model.norm.weight", "is copied through a view of another dtype"
+
+
+def exact(wire: Wire, reference: Any, weights: models.Weights) -> int:
+    """A sync leaves what SGLang's own load does; returns how many tensors were replayed."""
+    replayed = wire.sync(weights)
+    reference.load_weights((name, tensor.clone()) for name, tensor in weights)
+    check_same(wire.model, reference, "the sync")
+    return replayed
 
 
 def copies_are_exact(kind: str, config: Any) -> Wire:
@@ -55,9 +56,7 @@ def copies_are_exact(kind: str, config: Any) -> Wire:
         wire = Wire(model, weights_of(kind, 0), ranks, bucket_bytes, sharded, verified=verified)
         for seed in (1, 2, 3):
             weights = weights_of(kind, seed)
-            assert wire.sync(weights) == len(weights), (kind, ranks, seed)
-            reference.load_weights(iter(weights))
-            check_same(model, reference, f"sync {seed} of {kind} by {ranks} ranks, {bucket_bytes} bytes,")
+            assert exact(wire, reference, weights) == len(weights), (kind, ranks, seed)
         assert wire.load.map.kept > 10 and not wire.comparison.unwritten, kind
         expected = LEFT_OUT.get(kind, {}) if verified else wire.comparison.left_out
         assert wire.comparison.left_out == expected, wire.comparison.left_out
@@ -99,17 +98,14 @@ def a_router_bias_kept_in_fp32_is_compared(config: Any) -> None:
     wire.compare()
 
 
-@torch.no_grad()
-def every_model(folder: Path) -> None:
-    for kind in models.KINDS:
-        wire = copies_are_exact(kind, models.start(folder, kind))
-        every_flipped_bit_is_found(kind, wire)
-    a_router_bias_kept_in_fp32_is_compared(models.start(folder, "deepseek-v3"))
-
-
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.extended), 2])
+@on_ranks("world", timeout=500)
+@torch.no_grad()
 def test_every_model(world: int, tmp_path: Path) -> None:
-    run_fresh(world, every_model, tmp_path)
+    for kind in ("qwen2", "qwen2-tied", "qwen3-moe", "deepseek-v2", "deepseek-v3"):
+        wire = copies_are_exact(kind, models.start(tmp_path, kind))
+        every_flipped_bit_is_found(kind, wire)
+    a_router_bias_kept_in_fp32_is_compared(models.start(tmp_path, "deepseek-v3"))
 
 
 # Loaders that a model may give a parameter of its own, each of which does more, or another thing, than to copy; and why
@@ -134,9 +130,7 @@ def what_a_copy_would_get_wrong_is_left_to_the_model(config: Any) -> None:
         wire = Wire(model, weights_of("qwen2", 0), 3, 20_000)
         for seed in (1, 2, 3):
             weights = [(n, t * 0 if n == NORM and seed == 1 else t) for n, t in weights_of("qwen2", seed)]
-            assert wire.sync(weights) == len(weights) - bool(why)
-            reference.load_weights((n, t.clone()) for n, t in weights)
-            check_same(model, reference, f"sync {seed}, {called},")
+            assert exact(wire, reference, weights) == len(weights) - bool(why), called
         assert wire.left == ({NORM: why} if why else {}), called
 
 
@@ -162,25 +156,10 @@ def moved_parameters_start_over(config: Any) -> None:
         move()
         for seed in (2 * number + 1, 2 * number + 2):
             before = wire.load.map
-            wire.sync(weights_of("qwen2", seed))
-            reference.load_weights(iter(weights_of("qwen2", seed)))
-            check_same(model, reference, f"sync {seed}")
+            exact(wire, reference, weights_of("qwen2", seed))
             assert (wire.load.map is before) == (seed % 2 == 0), move
         assert known in (None, wire.load.map)
         known = wire.load.map
-
-
-def moved_experts_start_over(config: Any) -> None:
-    """Expert load balancing changes what a place holds, not where it is."""
-    from sglang.srt.eplb import expert_location
-
-    wire = Wire(models.build(config), weights_of("qwen2", 0), 1, 1 << 20, verified=False)
-    placed = SimpleNamespace(physical_to_logical_map_cpu=torch.tensor([[1, 0]]))
-    wire.sync(weights_of("qwen2", 1))
-    before = wire.load.map
-    with mock.patch.object(expert_location, "get_global_expert_location_metadata", lambda: placed):
-        wire.sync(weights_of("qwen2", 3))
-        assert wire.load.map is not before
 
 
 def a_model_that_keeps_tensors_loads_all_of_them(config: Any) -> None:
@@ -205,7 +184,7 @@ def a_wrong_recording_is_found(config: Any) -> None:
     honest = introduce.record
     swapped = {GATE: UP, UP: GATE}
 
-    def wrong(*args: Any) -> Recording:
+    def wrong(*args: Any) -> Any:
         recording = honest(*args)
         recording.writes = [replace(each, name=swapped.get(each.name, each.name)) for each in recording.writes]
         return recording
@@ -213,11 +192,7 @@ def a_wrong_recording_is_found(config: Any) -> None:
     wire = Wire(model, weights_of("qwen2", 0), 2, 1 << 16)
     with mock.patch.object(introduce, "record", wrong):
         for seed in (1, 2):
-            weights = weights_of("qwen2", seed)
-            tensors = wire.sync(weights)
-            reference.load_weights(iter(weights))
-            check_same(model, reference, f"sync {seed}")
-    assert tensors == len(weights) - 2
+            assert exact(wire, reference, weights_of("qwen2", seed)) == len(wire.plan.names) - 2
     assert wire.left == wire.comparison.left_out == dict.fromkeys(swapped, introduce.ELSEWHERE)
 
 
@@ -247,6 +222,16 @@ def unknown_names_are_an_error(config: Any) -> None:
     assert all(wire.sync(weights_of("qwen2", seed)) == 27 for seed in (1, 2))
 
 
+def what_is_written_only_in_part_is_an_error(config: Any) -> None:
+    """Though the engine keeps a host copy; here no rank is sent a quarter of two fused parameters."""
+    some = [each for each in weights_of(MOE, 1) if "layers.1.mlp.experts.2." not in each[0]]
+    wire = Wire(models.build(config), some, 2, 1 << 16)
+    for _ in range(2):
+        with pytest.raises(SyncError, match="unwritten, or writes them only in part") as caught:
+            wire.sync(some)
+        assert "model.layers.1.mlp.experts.w2_weight" in same_everywhere(str(caught.value))
+
+
 def half_of_a_tensor_is_an_error(config: Any) -> None:
     """The ranks of an engine together must use every byte: here none takes the second half."""
     model = models.build(config)
@@ -268,9 +253,7 @@ def what_cannot_be_recorded_is_watched(config: Any) -> None:
         Wire(model, with_one_more(0), 2, 20_000).sync(with_one_more(1))
     wire = Wire(model, weights_of("qwen2", 0), 2, 20_000)
     for seed in (1, 2, 3):
-        assert wire.sync(weights_of("qwen2", seed)) == 0
-        reference.load_weights(iter(weights_of("qwen2", seed)))
-        check_same(model, reference, f"sync {seed}")
+        assert exact(wire, reference, weights_of("qwen2", seed)) == 0
 
 
 def leftovers_that_are_not_loaded_alone_are_an_error(config: Any) -> None:
@@ -289,9 +272,7 @@ def leftovers_that_are_not_loaded_alone_are_an_error(config: Any) -> None:
     model.load_weights = load
     wire = Wire(model, weights_of("qwen2", 0), 1, 1 << 30)
     for seed in (1, 2):
-        wire.sync(weights_of("qwen2", seed))
-        reference.load_weights(iter(weights_of("qwen2", seed)))
-        check_same(model, reference, f"sync {seed}")
+        exact(wire, reference, weights_of("qwen2", seed))
     assert set(wire.left) >= {GATE, UP}
 
 
@@ -323,9 +304,8 @@ def an_untied_head_is_an_error_where_the_engine_ties(config: Any) -> None:
     Wire(model, tied, 2, 1 << 16).sync(tied)
 
 
-# One flipped bit: ``staging`` is the bucket between its packing and its load, ``passage`` the copy itself, whose reader
-# has hashed what it was to copy, and ``destination`` the engine's parameter after all copies. In a running engine:
-# ``tests/bare_engine``
+# One flipped bit: in a bucket between packing and load (``staging``), in what a copy puts down that has hashed what it
+# read (``passage``), and in the parameter once all is loaded (``destination``). In an engine: ``tests/bare_engine``
 
 LAYER = "model.layers.1."
 # Parts of fused parameters, cut by columns and by rows, the vocabulary, what every rank holds whole; tied ends; experts
@@ -344,42 +324,36 @@ VICTIMS = {
 }
 
 
-@contextmanager
-def a_flip(wire: Wire, where: str, victim: str) -> Iterator[tuple[Callable[[torch.Tensor], None], Callable[[], None]]]:
-    """During the next sync; what ``Wire.sync`` takes for it. In passage and destination of the last rank only."""
-    (bucket,) = wire.plan.buckets
-    owners = owners_of([bucket.entries])
-    owner = owners[numbers_of([bucket.entries])[victim]]
-    parts = read_parts(wire.load.map, [bucket.entries], owners)
-    groups = {group for group, (number, _) in enumerate(parts) if number == owner}
-    place = next(hull.first for hull in hulls_of(bucket.entries) if victim in hull.names) + 7
-    held: list[torch.Tensor] = []  # bytes of the victim in the engine's parameters
-    honest, last = _PlainPrepared.run, dist.get_rank() == dist.get_world_size() - 1
-
-    def flip(memory: torch.Tensor, at: int, there: bool) -> None:
-        if there:
-            memory[at] ^= 2
-
-    def run(prepared: Any, memory: Memory, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
-        honest(prepared, memory, sums, copy, hashed)
-        for block in prepared._blocks if copy else ():
-            if block.group in groups and not held:
-                flat, start = prepared._targets.find(block.target)
-                held.append(flat[start : start + 8])
-                flip(held[0], 7, where == "passage" and last)
-
-    with mock.patch.object(_PlainPrepared, "run", run):
-        yield (
-            lambda memory: flip(memory, place, where == "staging"),
-            lambda: flip(held[0], 7, where == "destination" and last),
-        )
+def lies_in(memories: Iterable[torch.Tensor], sent: torch.Tensor) -> torch.Tensor:
+    """The place of a tensor's last bytes in one of these; of a tensor that is cut, they are the last rank's."""
+    last = sent.view(-1)[-4:].view(torch.uint8)
+    for memory in memories:
+        held = memory.detach().view(-1).view(torch.uint8)
+        if (at := held.numpy().tobytes().find(last.numpy().tobytes())) >= 0:
+            return held[at : at + len(last)]
+    raise AssertionError("no memory holds it")
 
 
 def found_by(wire: Wire, weights: models.Weights, where: str, victim: str, hashes: bool) -> str:
-    """Empty if nobody noticed the flip."""
+    """The finder of a flip in the next sync, empty if nobody noticed. In passage and destination of the last rank
+    only."""
+    sent, last, honest = dict(weights)[victim], dist.get_rank() == dist.get_world_size() - 1, wire.load.load
+
+    def flip(memories: Iterable[torch.Tensor], now: str) -> None:
+        if where == now and (last or now == "staging"):
+            lies_in(memories, sent)[3] ^= 2
+
+    def load(*given: Any) -> None:
+        honest(*given)
+        flip(wire.model.parameters(), "passage")
+
     try:
-        with nullcontext() if hashes else reads_unseen(), a_flip(wire, where, victim) as (spoil, behind):
-            wire.sync(weights, spoil, behind)
+        with nullcontext() if hashes else reads_unseen(), mock.patch.object(wire.load, "load", load):
+            wire.sync(
+                weights,
+                lambda memory: flip([memory], "staging"),
+                lambda: flip(wire.model.parameters(), "destination"),
+            )
     except SyncError as error:
         text = str(error)
         assert victim in text, text
@@ -405,15 +379,15 @@ def every_flip_is_found(kind: str, config: Any) -> None:
         wire.sync(weights_of(kind, seed))
 
 
+@on_ranks(2, timeout=500)
 @torch.no_grad()
-def stories(folder: Path) -> None:
+def test_what_loads_do_otherwise_is_found_and_so_is_every_flipped_bit(tmp_path: Path) -> None:
     for kind in VICTIMS:
-        every_flip_is_found(kind, models.start(folder, kind))
-    config = models.start(folder, "qwen2")
+        every_flip_is_found(kind, models.start(tmp_path, kind))
+    config = models.start(tmp_path, "qwen2")
     for story in (
         what_a_copy_would_get_wrong_is_left_to_the_model,
         moved_parameters_start_over,
-        moved_experts_start_over,
         a_model_that_keeps_tensors_loads_all_of_them,
         a_wrong_recording_is_found,
         unknown_names_are_an_error,
@@ -422,12 +396,8 @@ def stories(folder: Path) -> None:
         leftovers_that_are_not_loaded_alone_are_an_error,
     ):
         story(config)
-    a_head_of_its_own_holds_the_tied_weight(models.start(folder, "qwen3-moe-tied"))
-    an_untied_head_is_an_error_where_the_engine_ties(models.start(folder, "qwen2-tied"))
-
-
-def test_what_loads_do_otherwise_is_found_and_so_is_every_flipped_bit(tmp_path: Path) -> None:
-    run_fresh(2, stories, tmp_path)
+    a_head_of_its_own_holds_the_tied_weight(models.start(tmp_path, "qwen3-moe-tied"))
+    an_untied_head_is_an_error_where_the_engine_ties(models.start(tmp_path, "qwen2-tied"))
 
 
 # Experts that SGLang keeps in several places, or in another order than a checkpoint has them
@@ -481,26 +451,26 @@ def experts_in_the_order_of_amd_are_refused(config: Any) -> None:
     """SGLang's own method, with a stand-in for the order in which AMD's kernels want the rows."""
     from sglang.srt.layers.quantization import unquant
 
-    model = SGLangModel(models.build(config), dist.get_rank())
-    model.load_weights(iter(weights_of(MOE, 1)))
-    refuse_rearranged(model, CPU)
+    wire = Wire(models.build(config), weights_of(MOE, 0), 2, 1 << 16)
+    wire.sync(weights_of(MOE, 1))
     order = mock.patch.object(unquant, "shuffle_weight", lambda weight, layout: weight.flip(1), create=True)
     amd, no_gpu = mock.patch.object(unquant, "_use_aiter", True), mock.patch.object(torch.cuda, "empty_cache")
     refused = pytest.raises(ValueError, match=r"SGLang changes model\.layers\.0\.mlp\.experts\.w13_weight, .*w2_weight")
     with order, amd, no_gpu, refused:
-        refuse_rearranged(model, CPU)
+        wire.sync(weights_of(MOE, 2))
 
 
+@on_ranks(2, timeout=500)
 @torch.no_grad()
-def experts(folder: Path) -> None:
-    config = models.start(folder, MOE, ep_size=2, ep_num_redundant_experts=2)
-    experts_in_the_order_of_amd_are_refused(config)
-    every_replica_gets_its_weights(config)
-
-
 def test_experts(tmp_path: Path) -> None:
     """Two ranks of one engine, which share out the experts."""
-    run_fresh(2, experts, tmp_path)
+    from sglang.srt.eplb import expert_location
+
+    config = models.start(tmp_path, MOE, ep_size=2, ep_num_redundant_experts=2)
+    every_replica_gets_its_weights(config)
+    experts_in_the_order_of_amd_are_refused(config)
+    what_is_written_only_in_part_is_an_error(config)
+    expert_location._global_expert_location_metadata = None
 
 
 # Families that drop the head's weight even with tie_word_embeddings=False
@@ -516,14 +486,11 @@ def changed_by_a_head(config: Any) -> list[str]:
     return [name for name, tensor in models.held(model).items() if not torch.equal(before[name], tensor)]
 
 
+@on_ranks(1, timeout=500)
 @torch.no_grad()
-def heads(folder: Path) -> None:
+def test_told_to_untie_they_have_no_head_of_their_own(tmp_path: Path) -> None:
     for name in (*TIED, *FREE):
-        config = models.start(folder, FAMILIES[name].tied(False))
+        config = models.start(tmp_path, FAMILIES[name].tied(False))
         assert (config.hf_config.architectures[0] in ALWAYS_TIED) == (name in TIED)
         changed = changed_by_a_head(config)
         assert changed == ([] if name in TIED else ["lm_head.weight"]), (name, changed)
-
-
-def test_told_to_untie_they_have_no_head_of_their_own(tmp_path: Path) -> None:
-    run_fresh(1, heads, tmp_path)

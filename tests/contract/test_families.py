@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
-from worlds import run_fresh
+from worlds import run_world
 
 from contract import fsdp_models, sglang_models
 from contract.families import FAMILIES, Family
@@ -37,7 +37,7 @@ from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.trainers.base import WirePolicy
 from verl_sync_plugin.verify import DERIVED, Comparison
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_processes")]
 TABLE = DOCS / "families.md"
 WORLDS = (1, 2)
 # What ``make test`` runs, of every kind: replayed, tied, by the model's own path, mixtures of experts, refused
@@ -262,7 +262,7 @@ def outcomes(folder: Path, names: tuple[str, ...], kinds: tuple[str, ...] = ("",
 def found_by(worlds: tuple[int, ...], names: tuple[str, ...], folder: Path, finds: Any = outcomes) -> Found:
     by_world = {}
     for world in worlds:
-        first, *others = run_fresh(world, finds, folder / str(world), names, timeout=1800.0)
+        first, *others = run_world(world, finds, folder / str(world), names, timeout=1800.0)
         assert all(other == first for other in others), "ranks found different things"
         by_world[world] = first
     return by_world
@@ -281,28 +281,38 @@ def test_some_families_are_what_the_table_says(tmp_path: Path) -> None:
     assert found == {name: written[name] for name in SOME}
 
 
-@pytest.fixture(scope="module")
-def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def of_kinds(names: tuple[str, ...], kinds: tuple[str, ...], folder: Path) -> dict[str, str]:
     """Returns the outcome of each kind, without those that are refused in the driver."""
-    every = ("tied", "untied", "-1", "+1")
-    (found,) = run_fresh(1, outcomes, tmp_path_factory.mktemp("kinds"), tuple(FAMILIES), every, timeout=1800.0)
+    (found,) = run_world(1, outcomes, folder, names, kinds, timeout=1800.0)
     return {name: what for name, what in found.items() if not what.startswith("refused: ")}
 
 
-def test_tied_or_not_the_engine_has_the_trainers_head_or_it_is_named(kinds: dict[str, str]) -> None:
+SOME_OR_ALL = pytest.mark.parametrize(
+    "names", [SOME, pytest.param(tuple(FAMILIES), marks=pytest.mark.extended)], ids=["some", "all"]
+)
+# These have a head of their own in SGLang 0.5.12
+OWN_HEAD = {
+    "Mixtral", "Phi-1.5", "StableLM", "Arcee", "Qwen2-MoE", "Qwen3-MoE", "Qwen3-Next", "OLMoE", "GLM-4.5",
+    "GLM-4.7-Flash", "gpt-oss",
+}  # fmt: skip
+
+
+@SOME_OR_ALL
+def test_tied_or_not_the_engine_has_the_trainers_head_or_it_is_named(names: tuple[str, ...], tmp_path: Path) -> None:
+    kinds = of_kinds(names, ("tied", "untied"), tmp_path)
     fine = r"exact, |SyncError(?s:.*) leaves out 1 of .*: lm_head\.weight \("
-    odd = {name: what for name, what in kinds.items() if name.endswith("tied") and not re.match(fine, what)}
+    odd = {name: what for name, what in kinds.items() if not re.match(fine, what)}
     # transformers cannot build it
     assert odd.keys() <= {"Gemma 3, multimodal, untied"}, odd
-    exact = {name.removesuffix(", tied") for name, what in kinds.items() if what.startswith("exact")}
-    # These have a head of their own in SGLang 0.5.12
-    assert exact >= {"Mixtral", "Phi-1.5", "StableLM", "Arcee", "Qwen2-MoE", "Qwen3-MoE", "Qwen3-Next", "OLMoE"}
-    assert exact >= {"GLM-4.5", "GLM-4.7-Flash", "gpt-oss"}
+    assert {name.removesuffix(", tied") for name, what in kinds.items() if what.startswith("exact")} >= OWN_HEAD & {
+        *names
+    }
 
 
-def test_other_numbers_of_layers_are_named(kinds: dict[str, str]) -> None:
-    other = {name: what for name, what in kinds.items() if name.endswith(("-1", "+1"))}
-    assert len(other) > 100
+@SOME_OR_ALL
+def test_other_numbers_of_layers_are_named(names: tuple[str, ...], tmp_path: Path) -> None:
+    other = of_kinds(names, ("-1", "+1"), tmp_path)
+    assert len(other) > 1.7 * len(names)
     both = r"model has (\d+) layers, the engine's (\d+) \(num_hidden_layers\)"
     wrong = {
         name: what

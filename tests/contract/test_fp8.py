@@ -8,7 +8,8 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import run_fresh, run_world
+from worlds import on_ranks
 
 from contract import fp8
 from contract.families import FAMILIES
@@ -26,34 +27,27 @@ from contract.fsdp_models import (
     KEEP,
     LAYOUTS,
     Layout,
-    Variant,
     build,
     change,
     deliver,
     fsdp1,
+    manager_of,
     merging_source,
     open_source,
     peft_model,
     shard,
 )
-from contract.reading import CPU, LARGE, WAYS, State, planned
+from contract.reading import LARGE, WAYS, State, planned
 from contract.reading import deliver as deliver_plan
 from contract.sglang_models import build as build_engine
 from contract.sglang_models import start, weights_of
+from contract.sources import StandIn, same_everywhere
 from contract.test_families import found_by, outcome, table
-from contract.test_lora_syncs import out_of_memory
+from contract.test_lora_syncs import LINEAR, WEIGHT, out_of_memory
 from contract.wire import Wire
-from megatron_cpu import stories
-from megatron_cpu.engines import Layout as MegatronLayout
 from pages import DOCS, check
-from verl_sync_plugin.copies.packing import Packer
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.report import SyncReport
-from verl_sync_plugin.sync.sender import BucketSender
-from verl_sync_plugin.sync.ways import Reach, Staged, Sync
-from verl_sync_plugin.trainers.base import WirePolicy, name_culprit
-from verl_sync_plugin.trainers.fp8 import QuantizingSource
-from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.trainers.base import WirePolicy
 
 TABLE = DOCS / "fp8.md"
 SIZE = 16
@@ -65,6 +59,65 @@ LOADERS = (
 )  # fmt: skip
 # Dense, experts, latent attention; those that verl's own quantizer gets wrong; and one whose scales SGLang drops
 SOME = ("Qwen2", "Qwen3-MoE", "Mixtral", "Qwen2-MoE", "DeepSeek-V3", "Gemma", "Llama")
+
+
+@on_ranks(2)
+def test_a_broken_weight_is_named_and_a_rank_that_fails_leaves_nobody_alone() -> None:
+    """Rank 1 has a NaN, or cannot read a weight; then it can, and all is as without a failure."""
+    module, second = shard(build("qwen2"), Layout((2,))), dist.get_rank() == 1
+    plain = open_source(module)
+    expected = deliver(plain, LARGE)
+    blocks = projections(expected, (SIZE, SIZE))
+    manager: Any = manager_of(module, StandIn(), delivery="staged")
+    manager.trainer.policy.blocks.update(blocks)
+    first = dict(module.named_parameters())[WEIGHT].to_local()[0, :1]  # type: ignore[attr-defined]
+    held = first.detach().clone()
+    with torch.no_grad():
+        first.copy_(torch.nan if second else held)
+    sync, way = manager.plan()
+    way.fill(sync)
+    said = pytest.raises(ValueError, match=f"parameter '{WEIGHT}' holds NaN or Inf in the trainer")
+    with suppress(ValueError) if second else said:  # rank 0 has the scale
+        way.check_finite(sync)
+    with torch.no_grad():
+        first.copy_(held)
+    sync, way = manager.plan()
+    if second:
+        shards = sync.source._found
+        place = next(at for at, each in enumerate(shards) if each.base.views[0].name == WEIGHT)
+        shards[place] = replace(shards[place], local=out_of_memory)
+    with pytest.raises(SyncError) as caught:
+        way.fill(sync)
+    text = same_everywhere(str(caught.value))
+    assert "rank 1: torch.OutOfMemoryError: injected" in text and text.count("rank ") == 1, text
+    manager.sender.close()
+    check_quantized(plain, expected, blocks, LARGE, False)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [*((layout, "qwen2") for layout in (*LAYOUTS[:3], fsdp1(3), fsdp1(2, True))), (Layout((2,)), "qwen3_moe")],
+    ids=str,
+)
+@on_ranks("layout")
+def test_shards_are_quantized_as_the_whole_tensor_is(layout: Layout, model: str) -> None:
+    """Rows of 60 and 85 elements, and shards that end anywhere in a block; of experts in one tensor each by itself."""
+    module = shard(build(model), layout)
+    for bucket_bytes, sharded in WAYS:
+        plain = open_source(module, *KEEP)
+        expected = deliver_plan(plain, *planned(plain, bucket_bytes))
+        blocks = projections(expected, (SIZE, 8))
+        check_quantized(plain, expected, blocks, bucket_bytes, sharded)
+        change(module)
+
+
+@on_ranks(2)
+def test_merged_adapters_are_quantized_after_the_merge() -> None:
+    module = shard(peft_model(LINEAR), Layout((2,)))
+    for bucket_bytes, sharded in WAYS:
+        expected = deliver(merging_source(module), bucket_bytes)
+        source = merging_source(module)
+        check_quantized(source, expected, projections(expected, (SIZE, SIZE)), bucket_bytes, sharded)
 
 
 def load_as_on_a_gpu() -> None:
@@ -125,6 +178,7 @@ def _said(error: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_processes")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engine_in_fp8_holds_what_its_own_load_makes_of_the_checkpoint(ranks: int, tmp_path: Path) -> None:
     found = found_by((ranks,), SOME, tmp_path, outcomes)[ranks]
@@ -134,16 +188,19 @@ def test_an_engine_in_fp8_holds_what_its_own_load_makes_of_the_checkpoint(ranks:
 
 
 @pytest.mark.extended
+@pytest.mark.usefixtures("fresh_processes")
 @pytest.mark.timeout(3600)
 def test_every_family_in_fp8_is_what_the_table_says(tmp_path: Path) -> None:
     check(TABLE, "families", table(found_by((1, 2), tuple(FAMILIES), tmp_path, outcomes)))
 
 
+@pytest.mark.usefixtures("fresh_processes")
+@on_ranks(1, timeout=500)
 @torch.no_grad()
-def flips(folder: Path) -> None:
+def test_a_bit_that_flips_in_a_weight_or_a_scale_is_found(tmp_path: Path) -> None:
     """One bit in every parameter: of what travels all is compared, and the next sync is right."""
     load_as_on_a_gpu()
-    model = build_engine(start(folder, "qwen3-moe", **ARGUMENTS))
+    model = build_engine(start(tmp_path, "qwen3-moe", **ARGUMENTS))
     whole = dict(weights_of("qwen3-moe", 0))
     with pytest.raises(SyncError, match=r"keeps .*_proj.weight in fp8, and this trainer does not quantize. Remove "):
         Wire(model, list(whole.items()), 1, 1 << 20).sync(list(whole.items()))
@@ -162,98 +219,3 @@ def flips(folder: Path) -> None:
         with pytest.raises(SyncError, match="the engine's parameters do not hold what was sent of "):
             wire.sync(sent, behind=flip)
         wire.sync(sent)
-
-
-def test_a_bit_that_flips_in_a_weight_or_a_scale_is_found(tmp_path: Path) -> None:
-    run_fresh(1, flips, tmp_path)
-
-
-def broken_on_one_rank() -> list[str]:
-    """Rank 1 has a NaN, or cannot read a weight; then it can, and all is as without a failure."""
-    layout, said = Layout((2,)), []
-    module = shard(build("qwen2"), layout)
-    name, agreement, sender = "model.layers.1.mlp.down_proj.weight", Agreement(20.0), BucketSender(CPU, 20.0)
-    plain = open_source(module, "qwen2")
-    expected = deliver_plan(plain, *planned(plain, LARGE))
-    policy = WirePolicy(torch.bfloat16, blocks=dict(projections(expected, (SIZE, SIZE))))
-    source = QuantizingSource(plain, policy, CPU, 20.0)
-    parameter: Any = dict(module.named_parameters())[name]
-    local = parameter.to_local()
-    plan, shards = planned(source, LARGE)
-    held = local[0, 0].item()
-    with torch.no_grad():
-        local[0, 0] = torch.nan if dist.get_rank() == 1 else held
-    packer = Packer(CPU, plan, dist.get_rank())
-    list(source.prepare(plan.buckets[0].bases))
-    packer.pack(0, torch.empty(plan.slot_bytes, dtype=torch.uint8), shards)
-    found = (name_culprit(plan.buckets[broken], shards, source, dist.get_rank()) for broken in packer.broken())
-    said.append(" ".join(map(str, found)))
-    with torch.no_grad():
-        local[0, 0] = held
-    plan, shards = planned(source, LARGE)
-    if dist.get_rank() == 1:
-        place = next(i for i, each in enumerate(source._found) if each.base.views[0].name == name)
-        source._found[place] = replace(source._found[place], local=out_of_memory)
-    sender.reserve(plan)
-    with pytest.raises(SyncError) as caught:
-        Staged(agreement, sender, agreement, Reach()).fill(Sync(plan, source, shards, SyncReport(), ()))
-    said.append(str(caught.value))
-    sender.close()
-    check_quantized(plain, expected, policy.blocks, LARGE, False)
-    return said
-
-
-def test_a_broken_weight_is_named_and_a_rank_that_fails_leaves_nobody_alone() -> None:
-    (nan, failure), (_, same) = run_world(2, broken_on_one_rank, timeout=60)
-    assert nan == "'model.layers.1.mlp.down_proj.weight' holds NaN or Inf in the trainer", "its scale is on rank 0"
-    assert "rank 1: torch.OutOfMemoryError: injected" in failure and failure.count("rank ") == 1, failure
-    assert failure == same
-
-
-def shards_in_fp8(layout: Layout, model: str) -> None:
-    module = shard(build(model), layout)
-    for bucket_bytes, sharded in WAYS:
-        plain = open_source(module, *KEEP)
-        expected = deliver_plan(plain, *planned(plain, bucket_bytes))
-        blocks = projections(expected, (SIZE, 8))
-        check_quantized(plain, expected, blocks, bucket_bytes, sharded)
-        change(module)
-
-
-@pytest.mark.parametrize("layout", [*LAYOUTS[:3], fsdp1(3), fsdp1(2, True)], ids=str)
-def test_shards_are_quantized_as_the_whole_tensor_is(layout: Layout) -> None:
-    """Rows of 60 and 85 elements, and shards that end anywhere in a block."""
-    run_world(layout.size, shards_in_fp8, layout, "qwen2")
-
-
-def test_experts_in_one_tensor_are_quantized_each_by_itself() -> None:
-    run_world(2, shards_in_fp8, Layout((2,)), "qwen3_moe")
-
-
-def merged_in_fp8(variant: Variant) -> None:
-    module = shard(peft_model(variant), Layout((2,)))
-    for bucket_bytes, sharded in WAYS:
-        expected = deliver(merging_source(module), bucket_bytes)
-        source = merging_source(module)
-        check_quantized(source, expected, projections(expected, (SIZE, SIZE)), bucket_bytes, sharded)
-
-
-def test_merged_adapters_are_quantized_after_the_merge() -> None:
-    run_world(2, merged_in_fp8, Variant("all-linear", config={"target_modules": "all-linear"}))
-
-
-@pytest.mark.usefixtures("bridge_processes")
-@pytest.mark.parametrize(
-    ("kind", "layout", "computed"),
-    [
-        ("qwen2", MegatronLayout(4, tp=2, pp=2), False),
-        ("qwen3-moe", MegatronLayout(2, tp=2, ep=2, etp=1), False),
-        ("qwen3-moe", MegatronLayout(2, ep=2), True),
-    ],
-    ids=str,
-)
-def test_megatron_quantizes_parts_as_the_whole_tensor(
-    kind: str, layout: MegatronLayout, computed: bool, checkpoint: Callable[[str], str]
-) -> None:
-    """Where the bridge's conversion computes, the ranks have whole tensors of its stream, one after the other."""
-    run_world(layout.world, stories.in_fp8, checkpoint(kind), layout, computed, timeout=180)

@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, Qwen2Config
-from worlds import run_world
+from worlds import on_ranks
 
 from contract.fsdp_models import (
     CONFIGS,
@@ -29,7 +30,6 @@ from contract.fsdp_models import (
     SIZES,
     Layout,
     build,
-    change,
     fsdp1,
     open_source,
     shard,
@@ -37,6 +37,7 @@ from contract.fsdp_models import (
     train_step,
 )
 from contract.reading import CPU, LARGE, TINY, WAYS, State, check_same, deliver, planned
+from contract.sources import same_everywhere
 from verl_sync_plugin.layout.tensors import Plan, Shard
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.naming import verl_rewrite
@@ -86,9 +87,27 @@ def one_sync(
     return got, plan
 
 
-def syncs(layout: Layout, model_name: str) -> list[str]:
+def check_cuts(plan: Plan, bucket_bytes: int) -> None:
+    """The tiny buckets must tear tensors apart, the large one must not."""
+    names = [entry.name for bucket in plan.buckets for entry in bucket.entries]
+    assert (len(names) > len(set(names))) == (bucket_bytes == TINY)
+    assert bucket_bytes == TINY or len(plan.buckets) <= 2
+
+
+def cases() -> Iterator[Any]:
+    """Every model under every layout; ``make test`` runs one under each, in turn, and experts under every other one."""
+    others = sorted(CONFIGS.keys() - {"qwen3_moe"})
+    for number, layout in enumerate(LAYOUTS):
+        for name in sorted(CONFIGS):
+            runs = name == others[number % len(others)] or (name == "qwen3_moe" and number % 2 == 0)
+            yield pytest.param(layout, name, id=f"{layout}-{name}", marks=() if runs else pytest.mark.extended)
+
+
+@pytest.mark.parametrize(("layout", "model_name"), list(cases()))
+@on_ranks("layout", timeout=180)
+def test_every_tensor_arrives_bit_for_bit(layout: Layout, model_name: str) -> None:
     """Three syncs with two bucket sizes each and training in between, the first before FSDP1 has initialised itself, as
-    verl's; returns the plans' digests."""
+    verl's."""
     model_type = CONFIGS[model_name].model_type
     model = build(model_name)
     last: State = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -110,35 +129,13 @@ def syncs(layout: Layout, model_name: str) -> list[str]:
         last = state
         train_step(module, optimizer, step)
     assert "scratch" not in expected
-    return digests
+    same_everywhere(str(digests))
+    assert digests == digests[: len(WAYS)] * SYNCS, "the plan must not change while the layout does not"
+    assert len(set(digests)) == len(WAYS)
 
 
-def check_cuts(plan: Plan, bucket_bytes: int) -> None:
-    """The tiny buckets must tear tensors apart, the large one must not."""
-    names = [entry.name for bucket in plan.buckets for entry in bucket.entries]
-    assert (len(names) > len(set(names))) == (bucket_bytes == TINY)
-    assert bucket_bytes == TINY or len(plan.buckets) <= 2
-
-
-def cases() -> Iterator[Any]:
-    """Every model under every layout; ``make test`` runs experts and one other model, in turn, under each."""
-    others = sorted(CONFIGS.keys() - {"qwen3_moe"})
-    for number, layout in enumerate(LAYOUTS):
-        for name in sorted(CONFIGS):
-            runs = name in ("qwen3_moe", others[number % len(others)])
-            yield pytest.param(layout, name, id=f"{layout}-{name}", marks=() if runs else pytest.mark.extended)
-
-
-@pytest.mark.parametrize(("layout", "model_name"), list(cases()))
-def test_every_tensor_arrives_bit_for_bit(layout: Layout, model_name: str) -> None:
-    digests = run_world(layout.size, syncs, layout, model_name, timeout=180)
-    assert all(of_rank == digests[0] for of_rank in digests), "the ranks planned differently"
-    ways = digests[0][: len(digests[0]) // SYNCS]
-    assert digests[0] == ways * SYNCS, "the plan must not change while the layout does not"
-    assert len(set(ways)) == 3
-
-
-def sync_after_a_forward_that_raised() -> None:
+@on_ranks(2)
+def test_sync_after_a_forward_that_raised() -> None:
     """The root stays gathered then; what is sent are the shards all the same."""
     layout, model = Layout((2,)), build("qwen2")
     original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -156,30 +153,25 @@ def sync_after_a_forward_that_raised() -> None:
     assert again.digest == plan.digest
 
 
-def test_sync_after_a_forward_that_raised() -> None:
-    run_world(2, sync_after_a_forward_that_raised)
-
-
 CHECKPOINTS: dict[str, PretrainedConfig] = {
     "mixtral": MixtralConfig(**{**SIZES, "head_dim": None}, num_local_experts=5),
     "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
 }
 
 
-def sync_of_a_checkpoint(folder: str, layout: Layout) -> None:
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("layout", [Layout((3,)), fsdp1(2), fsdp1(2, True)], ids=str)
+@on_ranks("layout")
+def test_what_was_loaded_arrives_named_and_cut_as_the_checkpoint_is(name: str, layout: Layout, tmp_path: Path) -> None:
+    folder = tmp_path / str(dist.get_rank())
+    torch.manual_seed(3)  # the same on every rank
+    AutoModelForCausalLM.from_config(CHECKPOINTS[name], dtype=torch.float32).save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     module = shard(model, layout)
     source = open_source(module, wire="float32")
     for bucket_bytes, sharded in WAYS[1:]:
         got, _ = one_sync(module, source, bucket_bytes, sharded)
-        check_same(got, load_file(Path(folder) / "model.safetensors"))
-
-
-@pytest.mark.parametrize("name", CHECKPOINTS)
-@pytest.mark.parametrize("layout", [Layout((3,)), fsdp1(2), fsdp1(2, True)], ids=str)
-def test_what_was_loaded_arrives_named_and_cut_as_the_checkpoint_is(name: str, layout: Layout, tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_config(CHECKPOINTS[name], dtype=torch.float32).save_pretrained(tmp_path)
-    run_world(layout.size, sync_of_a_checkpoint, str(tmp_path), layout)
+        check_same(got, load_file(folder / "model.safetensors"))
 
 
 def permuted(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
@@ -188,85 +180,72 @@ def permuted(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
     return tensor.detach().permute(order).contiguous().permute(back)
 
 
-def strided_syncs(layout: Layout) -> None:
-    """FSDP1 keeps a parameter in the order of its memory. FSDP2 refuses such parameters; its buffers may be so."""
-    model: Any = build("qwen2")
-    first = model.model.layers[0]
-    for module in (first.self_attn.q_proj, first.mlp.down_proj, model.model.embed_tokens, model.lm_head):
-        if layout.strategy:
-            module.weight = torch.nn.Parameter(permuted(module.weight, [1, 0]))
-    table = torch.randn(5, 5)
-    first.register_buffer("table", permuted(torch.randn(2, 3, 4), [2, 0, 1]))
-    first.register_buffer("square", table)
-    first.register_buffer("turned", table.t())  # the same memory, read the other way
-    parameters, module = parameters_of(model), shard(model, layout)
-    source = open_source(module, *KEEP)
-    for _ in range(2):
-        expected = on_the_wire(torchs_own_state(module), parameters, layout)
-        for bucket_bytes, sharded in WAYS:
-            check_same(one_sync(module, source, bucket_bytes, sharded)[0], expected)
-        change(module)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [Layout((2,)), *(fsdp1(2, original, way) for way in ("FULL_SHARD", "NO_SHARD") for original in (True, False))],
-    ids=str,
-)
-def test_tensors_in_another_order_of_memory_arrive_as_the_state_dict_has_them(layout: Layout) -> None:
-    run_world(layout.size, strided_syncs, layout)
-
-
 class Odd(torch.nn.Module):
-    """Parameters of random shapes, in memory in random order."""
+    """Parameters of random shapes, in memory in random order, unless ``plain``; buffers so, too."""
 
     config = SimpleNamespace(model_type="none")
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, plain: bool) -> None:
         super().__init__()
         chosen = random.Random(seed)
         torch.manual_seed(seed)
         for number in range(6):
             shape = [chosen.choice((1, 2, 3, 5)) for _ in range(chosen.randint(1, 4))]
-            order = chosen.sample(range(len(shape)), len(shape))
-            self.register_parameter(f"p{number}", torch.nn.Parameter(permuted(torch.randn(shape), order)))
+            order = range(len(shape)) if plain else chosen.sample(range(len(shape)), len(shape))
+            self.register_parameter(f"p{number}", torch.nn.Parameter(permuted(torch.randn(shape), [*order])))
+        square = torch.randn(5, 5)
+        self.register_buffer("table", permuted(torch.randn(2, 3, 4), [2, 0, 1]))
+        self.register_buffer("square", square)
+        self.register_buffer("turned", square.t())  # the same memory, read the other way
 
 
-def flat(module: torch.nn.Module, world: int, original: bool) -> tuple[torch.nn.Module, ParameterSource]:
-    mesh = init_device_mesh("cpu", (world,))
-    wrapped = FullyShardedDataParallel(module, device_mesh=mesh, device_id=CPU, use_orig_params=original)
-    return wrapped, open_source(wrapped, wire="float32")
+def wrapped(module: torch.nn.Module, layout: Layout) -> tuple[torch.nn.Module, ParameterSource]:
+    mesh = init_device_mesh("cpu", layout.mesh)
+    if not layout.strategy:
+        return fully_shard(module, mesh=mesh), open_source(module)
+    module = FullyShardedDataParallel(
+        module, sharding_strategy=ShardingStrategy[layout.strategy], device_mesh=mesh, device_id=CPU,
+        use_orig_params=layout.use_orig_params,
+    )  # fmt: skip
+    return module, open_source(module)
 
 
-def odd_syncs(world: int, original: bool) -> None:
-    for seed in range(40):
-        module, source = flat(Odd(seed), world, original)
-        check_same(one_sync(module, source, 64)[0], torchs_own_state(module))
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout((2,)),
+        *(fsdp1(world, original) for world in (1, 2) for original in (True, False)),
+        *(fsdp1(2, original, "NO_SHARD") for original in (True, False)),
+    ],
+    ids=str,
+)
+@on_ranks("layout")
+def test_any_shape_in_any_order_of_memory_arrives_as_the_state_dict_has_it(layout: Layout) -> None:
+    """FSDP1 keeps a parameter in the order of its memory. FSDP2 refuses such parameters; its buffers may be so."""
+    for seed in range(24):
+        module, source = wrapped(Odd(seed, plain=not layout.strategy), layout)
+        expected = {n: t.bfloat16() if n.startswith("p") else t for n, t in torchs_own_state(module).items()}
+        bucket_bytes, sharded = ((64, False), (LARGE, False), (64, True))[seed % 3]
+        check_same(one_sync(module, source, bucket_bytes, sharded)[0], expected)
 
 
-@pytest.mark.parametrize("original", [True, False])
-@pytest.mark.parametrize("world", [1, 2])
-def test_any_shape_in_any_order_arrives(world: int, original: bool) -> None:
-    run_world(world, odd_syncs, world, original)
-
-
-def refused() -> list[str]:
+@on_ranks(2)
+def test_what_cannot_be_read_is_refused_by_name() -> None:
     """FSDP1 keeps the wrong elements of every second column of a matrix, and reads into the next parameter."""
-    mesh, texts = init_device_mesh("cpu", (2,)), []
+    mesh = init_device_mesh("cpu", (2,))
     gapped = torch.nn.Sequential(torch.nn.Linear(6, 4, bias=False), torch.nn.Linear(9, 9))
     gapped[0].weight = torch.nn.Parameter(torch.randn(4, 12)[:, ::2])
     odd = torch.nn.Linear(6, 6, bias=False)
     fully_shard(odd, mesh=mesh, shard_placement_fn=lambda _: torch.distributed.tensor.Shard(1))
     gapped.config = odd.config = Odd.config  # type: ignore[assignment]
-    for source in (flat(gapped, 2, True)[1], open_source(odd)):
+    for source, *words in (
+        (wrapped(gapped, fsdp1(2, True))[1], "parameter '0.weight' has strides (12, 2)", "contiguous()"),
+        (
+            open_source(odd),
+            "parameter 'weight' has placements (Shard(dim=1),)",
+            "custom.sync.enabled=False to run stock",
+        ),
+    ):
         with pytest.raises(ValueError) as caught:
             source.shards()
-        texts.append(str(caught.value))
-    return texts
-
-
-def test_what_cannot_be_read_is_refused_by_name() -> None:
-    for gapped, placed in run_world(2, refused):
-        assert "parameter '0.weight' has strides (12, 2)" in gapped and "contiguous()" in gapped
-        assert "parameter 'weight' has placements (Shard(dim=1),)" in placed
-        assert "custom.sync.enabled=False to run stock verl" in placed
+        assert all(each in str(caught.value) for each in words), caught.value

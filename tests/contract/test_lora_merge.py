@@ -5,7 +5,7 @@ are never written; where it starts."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import ModulesToSaveWrapper
 from transformers import AutoModelForCausalLM
-from worlds import run_world
+from worlds import on_ranks, run_world
 
 from bare_engine import trainer
 from contract.fsdp_models import (
@@ -105,7 +105,35 @@ def check_merged(got: State, expected: State) -> None:
         assert got[name].shape == tensor.shape and near(got[name], tensor), (name, (got[name] - tensor).abs().max())
 
 
-def merge_and_compare(variant: Variant, layout: Layout) -> None:
+def replicated() -> Iterator[Any]:
+    """Yields every variant replicated; ``make test`` runs some."""
+    for variant in VARIANTS:
+        marks = () if variant.name in ("dora", "experts", "tied-both") else pytest.mark.extended
+        yield pytest.param(Layout((2, 2)), variant, id=f"fsdp2-2x2-{variant.name}", marks=marks)
+
+
+def cases() -> Iterator[Any]:
+    """Every variant under every kind of sharding that takes it; ``make test`` runs FSDP2 and one kind of FSDP1 of each.
+
+    Not every product: neighbours in the list take turns, one is cut by three under FSDP2, the next under FSDP1.
+    """
+    for number, variant in enumerate(VARIANTS):
+        few, odd = (1 + number // 2 % 2,), number % 2
+        yield Layout(few if odd else (3,)), variant
+        both = [fsdp1(3 if odd else 2, True), fsdp1(2 if odd else 3)]
+        if variant.name in MIXED or variant.second is not None:
+            both.pop()
+        elif odd:
+            both.reverse()
+        for layout, marks in zip(both, ((), pytest.mark.extended), strict=False):
+            yield pytest.param(layout, variant, id=f"{layout}-{variant.name}", marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("layout", "variant"), [*replicated(), *cases(), *special()], ids=lambda value: getattr(value, "name", str(value))
+)
+@on_ranks("layout")
+def test_merge_equals_pefts(layout: Layout, variant: Variant) -> None:
     reference: Any = peft_model(variant)
     vars(reference.get_output_embeddings()).get("kwargs", {}).pop("tied_adapter", None)  # no deepcopy takes its graph
     module = shard(peft_model(variant), layout)
@@ -126,34 +154,8 @@ def merge_and_compare(variant: Variant, layout: Layout) -> None:
         assert weights and all(weight.plain is (weight.kind == "linear") for weight in weights)
 
 
-def replicated() -> Iterator[Any]:
-    """Yields every variant replicated; ``make test`` runs some."""
-    for variant in VARIANTS:
-        marks = () if variant.name in ("dora", "experts", "tied-both") else pytest.mark.extended
-        yield pytest.param(Layout((2, 2)), variant, id=f"fsdp2-2x2-{variant.name}", marks=marks)
-
-
-def cases() -> Iterator[tuple[Layout, Variant]]:
-    """Every variant cut unevenly by three, and under every kind of sharding that takes it.
-
-    Not every product: neighbours in the list take turns, one is cut by three under FSDP2, the next under FSDP1.
-    """
-    for number, variant in enumerate(VARIANTS):
-        few, odd = (1 + number // 2 % 2,), number % 2
-        yield Layout(few if odd else (3,)), variant
-        yield fsdp1(3 if odd else 2, True), variant
-        if variant.name not in MIXED and variant.second is None:
-            yield fsdp1(2 if odd else 3), variant
-
-
-@pytest.mark.parametrize(
-    ("layout", "variant"), [*replicated(), *cases(), *special()], ids=lambda value: getattr(value, "name", str(value))
-)
-def test_merge_equals_pefts(layout: Layout, variant: Variant) -> None:
-    run_world(layout.size, merge_and_compare, variant, layout)
-
-
-def one_copy_for_both_ends() -> None:
+@on_ranks(2)
+def test_one_copy_for_embedding_and_head_travels_once() -> None:
     """PEFT ties the copy, and it stays tied when FSDP2 shards it; so it travels once, as the engine ties it too."""
     config = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
     module = shard(peft_model(Variant("one-copy", "qwen2_tied", config)), Layout((2,)))
@@ -165,38 +167,30 @@ def one_copy_for_both_ends() -> None:
         change(module)
 
 
-def test_one_copy_for_embedding_and_head_travels_once() -> None:
-    run_world(2, one_copy_for_both_ends)
-
-
-def test_a_loaded_adapter_brings_its_own_settings(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
-    """verl's ``lora_adapter_path``: rsLoRA, DoRA, patterns and a saved module."""
+@on_ranks(1)
+def test_a_loaded_adapter_brings_its_own_settings(qwen2: str, tmp_path: Path) -> None:
+    """verl's ``lora_adapter_path``: rsLoRA, DoRA, patterns and a saved module. By verl's own engine, with the plugin's
+    step that adds the adapter."""
     settings = {"use_dora": True, "use_rslora": True, "rank_pattern": {"q_proj": 2}, "modules_to_save": ["lm_head"]}
-    checkpoint = tiny_model("qwen2")
     config = LoraConfig(r=3, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **settings)
-    saved = get_peft_model(base_of(checkpoint), config)
+    saved = get_peft_model(base_of(qwen2), config)
     for name, parameter in saved.named_parameters():
         if "lora_" in name:
             parameter.data.copy_(torch.randn(parameter.shape))
     saved.save_pretrained(str(tmp_path))
-    run_world(1, load_and_merge, checkpoint, str(tmp_path))
-
-
-def base_of(checkpoint: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-
-
-def load_and_merge(checkpoint: str, adapter: str) -> None:
-    """By verl's own engine, with the plugin's step that adds the adapter."""
-    engine: Any = trainer.build(checkpoint, "fsdp2", model={"lora_adapter_path": adapter, "lora_rank": 4})
-    reference = PeftModel.from_pretrained(base_of(checkpoint), adapter)
+    engine: Any = trainer.build(qwen2, "fsdp2", model={"lora_adapter_path": str(tmp_path), "lora_rank": 4})
+    reference = PeftModel.from_pretrained(base_of(qwen2), str(tmp_path))
     loaded = {name for name in reference.state_dict() if is_adapter(name) or "modules_to_save" in name}
     assert len(loaded) == 2 * 2 * 3 + 1
     expected = peft_merge(reference, reference.state_dict())
     got = deliver(merging_source(engine.module))
     check_merged(got, expected)
-    plain = base_of(checkpoint).state_dict()["model.layers.0.mlp.down_proj.weight"].bfloat16()
+    plain = base_of(qwen2).state_dict()["model.layers.0.mlp.down_proj.weight"].bfloat16()
     assert not torch.equal(got["model.layers.0.mlp.down_proj.weight"], plain)
+
+
+def base_of(checkpoint: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
 
 
 # Adapters that PEFT computes from the weights start alike on any number of ranks, in verl's own engines
@@ -225,13 +219,13 @@ def built(checkpoint: str, adapter: str, strategy: str) -> tuple[Built, list[lis
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-def test_two_ranks_start_as_one(strategy: str, tiny_model: Callable[[str], str], tmp_path: Path) -> None:
+def test_two_ranks_start_as_one(strategy: str, qwen2: str, tmp_path: Path) -> None:
     """Covers that verl loads the weights of an untied model on rank 0 alone."""
-    checkpoint, adapter = tiny_model("qwen2"), str(tmp_path / "adapter")
+    adapter = str(tmp_path)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, init_lora_weights="pissa", task_type="CAUSAL_LM")
-    get_peft_model(base_of(checkpoint), config).save_pretrained(adapter)
-    ((expected, trained),) = run_world(1, built, checkpoint, adapter, strategy)
-    for got, trained_too in run_world(2, built, checkpoint, adapter, strategy):
+    get_peft_model(base_of(qwen2), config).save_pretrained(adapter)
+    ((expected, trained),) = run_world(1, built, qwen2, adapter, strategy)
+    for got, trained_too in run_world(2, built, qwen2, adapter, strategy):
         assert trained_too == trained
         for settings, alone, together in zip([*PEFT, adapter], expected, got, strict=True):
             assert alone.keys() == together.keys(), settings

@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA over many syncs: the trainer stays as it is, what is gathered ahead is bounded, nothing of it goes stale, and a
-rank that fails or stays away on the way to a collective of the preparation leaves nobody alone in it."""
+"""LoRA over many syncs, merged and served: the trainer stays as it is, what is gathered ahead is bounded, nothing of it
+goes stale, a rank that fails or stays away on the way to a collective of the preparation leaves nobody alone in it, and
+an engine that serves the adapter gets PEFT's own."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import time
 import weakref
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from peft import get_peft_model_state_dict
 from torch.distributed import distributed_c10d
-from worlds import run_world, stop
+from worlds import on_ranks
 
 from contract.fsdp_models import (
     BUCKET_BYTES,
@@ -22,6 +26,7 @@ from contract.fsdp_models import (
     Layout,
     Variant,
     assert_unchanged,
+    change,
     deliver,
     fsdp1,
     manager_of,
@@ -31,7 +36,7 @@ from contract.fsdp_models import (
     torchs_own_state,
 )
 from contract.reading import LARGE, planned
-from contract.sources import StandIn
+from contract.sources import StandIn, same_everywhere
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.lora.peft import is_adapter
 from verl_sync_plugin.sync.manager import ShardingManager
@@ -40,12 +45,12 @@ LINEAR = Variant("all-linear", config={"target_modules": "all-linear"})
 DORA = Variant("dora-embedding", "llama", {"target_modules": ["embed_tokens", "o_proj"], "use_dora": True})
 FACTOR = "base_model.model.model.layers.0.self_attn.o_proj.lora_A.default.weight"
 WEIGHT = "model.layers.0.self_attn.o_proj.weight"
-BUCKET, SECONDS, SOON = BUCKET_BYTES, 5.0, 5.0
+BUCKET, SECONDS, SOON = BUCKET_BYTES, 3.0, 5.0
 
 
-def count_collectives(layout: Layout, gather_bytes: int) -> tuple[list[int], list[int]]:
+def count_collectives(module: torch.nn.Module, gather_bytes: int) -> tuple[list[int], list[int]]:
     """Counts the collectives of each bucket's preparation, and the bytes of factors that are there after it."""
-    source = merging_source(shard(peft_model(LINEAR), layout), gather_bytes=gather_bytes)
+    source = merging_source(module, gather_bytes=gather_bytes)
     plan, _ = planned(source, 30_001)
     bases = [bucket.bases for bucket in plan.buckets]
     counts, held = [], []
@@ -59,17 +64,21 @@ def count_collectives(layout: Layout, gather_bytes: int) -> tuple[list[int], lis
 
 
 @pytest.mark.parametrize("layout", [Layout((3,)), Layout((2, 2))], ids=str)
+@on_ranks("layout")
 def test_the_factors_of_several_buckets_are_gathered_at_once_within_bounds(layout: Layout) -> None:
-    (alone, smallest), *_ = run_world(layout.size, count_collectives, layout, 0)
+    module = shard(peft_model(LINEAR), layout)
+    alone, smallest = count_collectives(module, 0)
     bound = 2 * max(smallest)
-    for counts, held in run_world(layout.size, count_collectives, layout, bound):
-        assert max(counts) == 1 and 1 < sum(counts) <= sum(alone) * 2 // 3, (counts, alone)
-        assert max(held) <= bound
-    for counts, _ in run_world(layout.size, count_collectives, layout, 1 << 30):
-        assert counts == [1] + [0] * (len(counts) - 1)
+    counts, held = count_collectives(module, bound)
+    assert max(counts) == 1 and 1 < sum(counts) <= sum(alone) * 2 // 3, (counts, alone)
+    assert max(held) <= bound
+    counts, _ = count_collectives(module, 1 << 30)
+    assert counts == [1] + [0] * (len(counts) - 1)
 
 
-def change_between_syncs(layout: Layout) -> None:
+@pytest.mark.parametrize("layout", [Layout((2,)), pytest.param(fsdp1(2, True), marks=pytest.mark.extended)], ids=str)
+@on_ranks("layout")
+def test_what_was_gathered_ahead_of_a_failure_is_not_used_later(layout: Layout) -> None:
     module = shard(peft_model(LINEAR), layout)
     source = merging_source(module, gather_bytes=1 << 30)
     before = torchs_own_state(module)
@@ -86,14 +95,11 @@ def change_between_syncs(layout: Layout) -> None:
         assert all(torch.equal(got[name], fresh[name]) for name in fresh), "factors of the sync before"
 
 
-@pytest.mark.parametrize("layout", [Layout((2,)), pytest.param(fsdp1(2, True), marks=pytest.mark.extended)], ids=str)
-def test_what_was_gathered_ahead_of_a_failure_is_not_used_later(layout: Layout) -> None:
-    run_world(layout.size, change_between_syncs, layout)
-
-
-def offload_between_syncs(layout: Layout, merge: bool) -> None:
+@pytest.mark.parametrize("merge", [True, False], ids=["merged", "adapter"])
+@on_ranks(2)
+def test_nothing_of_the_trainer_is_held_between_syncs(merge: bool) -> None:
     """verl replaces every parameter by a copy elsewhere when it offloads: the old one must be free to go."""
-    module = shard(peft_model(LINEAR), layout)
+    module = shard(peft_model(LINEAR), Layout((2,)))
     source = merging_source(module, merge=merge)
     deliver(source, LARGE)
     source.release()
@@ -102,11 +108,6 @@ def offload_between_syncs(layout: Layout, merge: bool) -> None:
     gc.collect()
     alive = sum(reference() is not None for reference in held)
     assert not alive, f"{alive} of {len(held)} parameters are still held after the sync"
-
-
-@pytest.mark.parametrize("merge", [True, False], ids=["merged", "adapter"])
-def test_nothing_of_the_trainer_is_held_between_syncs(merge: bool) -> None:
-    run_world(2, offload_between_syncs, Layout((2,)), merge)
 
 
 def out_of_memory() -> Any:
@@ -133,31 +134,27 @@ def first_buckets(manager: ShardingManager, where: str = "") -> None:
     manager.agreement.vote("connecting to the engine", [0, 0])  # what comes next; nobody must meet it in a settle
 
 
-def fail_on_the_last_rank(layout: Layout, where: str) -> tuple[str, float]:
+@pytest.mark.parametrize("where", ["factors", "norms", "begin"])
+@pytest.mark.parametrize("layout", [Layout((2, 2)), fsdp1(2, True)], ids=str)
+@on_ranks("layout", timeout=40)
+def test_nobody_is_left_alone_in_a_collective(layout: Layout, where: str) -> None:
+    """Where the last rank fails."""
     manager = manager_of(shard(peft_model(DORA), layout), StandIn(), delivery="staged")
     source, last = manager.open_source(), dist.get_rank() == dist.get_world_size() - 1
     manager.source, honest = source, deliver(source, BUCKET)
     started = time.monotonic()
     with pytest.raises(SyncError) as caught:
         first_buckets(manager, where if last else "")
-    seconds = time.monotonic() - started
+    assert time.monotonic() - started < SOON
+    text = same_everywhere(str(caught.value))
+    assert f"rank {layout.size - 1}: torch.OutOfMemoryError: injected" in text, text
+    assert text.count("rank ") == 1 and "failed at 'packing the first buckets'" in text, text
     source.release()
     vars(manager.sender).pop("begin", None)
     first_buckets(manager)
     manager.sender.close()
     again = deliver(source, BUCKET)
     assert all(torch.equal(honest[name], again[name]) for name in honest), "the next sync shipped something else"
-    return str(caught.value), seconds
-
-
-@pytest.mark.parametrize("where", ["factors", "norms", "begin"])
-@pytest.mark.parametrize("layout", [Layout((2, 2)), fsdp1(2, True)], ids=str)
-def test_nobody_is_left_alone_in_a_collective(layout: Layout, where: str) -> None:
-    results = run_world(layout.size, fail_on_the_last_rank, layout, where, timeout=40)
-    (text,) = {text for text, _ in results}
-    assert f"rank {layout.size - 1}: torch.OutOfMemoryError: injected" in text, text
-    assert text.count("rank ") == 1 and "failed at 'packing the first buckets'" in text, text
-    assert max(seconds for _, seconds in results) < SOON
 
 
 def all_are_here(where: str) -> None:
@@ -168,8 +165,11 @@ def all_are_here(where: str) -> None:
     store.wait([f"{where} {rank}" for rank in range(dist.get_world_size())])
 
 
-def absent_after(collectives: int) -> float:
-    """Rank 1 leaves after so many collectives; returns how long rank 0 waited for it in the next."""
+@pytest.mark.usefixtures("fresh_processes")  # after many other tests, one did not get what the other had gathered
+@pytest.mark.parametrize("collectives", [0, 1], ids=["factors", "norms"])
+@on_ranks(2, timeout=60)
+def test_an_absent_rank_is_waited_for_no_longer_than_the_bound(collectives: int) -> None:
+    """Whatever the process group's own timeout is; rank 1 leaves after so many collectives."""
     source = merging_source(shard(peft_model(DORA), Layout((2,))), seconds=SECONDS)
     work = source.prepare(tuple(range(len(source.shards()))))
     for number in range(collectives + 1):
@@ -179,14 +179,70 @@ def absent_after(collectives: int) -> float:
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match=r"(?i)time"):
             next(work, None)
+        assert SECONDS * 0.5 < time.monotonic() - started < SECONDS + 1
     else:
         time.sleep(SECONDS + 2)
-    return time.monotonic() - started
 
 
-@pytest.mark.parametrize("collectives", [0, 1], ids=["factors", "norms"])
-def test_an_absent_rank_is_waited_for_no_longer_than_the_bound(collectives: int) -> None:
-    """Whatever the process group's own timeout is."""
-    stop()  # fresh processes: after many other tests, one of these did not get what the other had gathered
-    waited, _ = run_world(2, absent_after, collectives, timeout=60)
-    assert SECONDS * 0.5 < waited < SECONDS + 1, waited
+# What the leader hands to an engine that serves the adapter is PEFT's own; failures are everyone's, and pass
+
+# The second adapter is not served, and does not travel
+TWO = Variant("all-linear", config=LINEAR.config, second={"target_modules": ["q_proj"]})
+
+
+def serving(module: torch.nn.Module, server: StandIn, wire: str = "bfloat16") -> ShardingManager:
+    """Of a trainer whose engine serves the adapter, and has its base already."""
+    manager = manager_of(module, server, dist.get_rank() == 0, merge=False, wire=wire)
+    manager._base_sent = True
+    return manager
+
+
+def failing(manager: ShardingManager) -> str:
+    with pytest.raises(SyncError) as caught:
+        asyncio.run(manager.update_weights([], 0))
+    return same_everywhere(str(caught.value))
+
+
+@pytest.mark.parametrize("layout", [Layout((1,)), Layout((3,)), fsdp1(2, True)], ids=str)
+@on_ranks("layout", timeout=60)
+def test_the_engine_gets_pefts_own_adapter(layout: Layout) -> None:
+    reference, module, server, leads = peft_model(TWO), shard(peft_model(TWO), layout), StandIn(), dist.get_rank() == 0
+    manager = serving(module, server)
+    for version in (1, 2, 3):
+        report = asyncio.run(manager.update_weights([], version))
+        reference.load_state_dict(torchs_own_state(module))
+        expected = get_peft_model_state_dict(reference)
+        if leads:
+            settings, got = server.adapters[-1]
+            assert got.keys() == expected.keys() and len(got) == report.tensors
+            assert all(torch.equal(got[name], expected[name].bfloat16()) for name in expected)
+            assert settings["r"] == 3 and settings["peft_type"] == "LORA" and report.stages["sleep"] == 0.5
+        change(module)
+    source: Any = manager.source
+    honest, started = source.shards, time.monotonic()
+
+    def broken() -> Any:
+        """This rank comes to the gathering, and has no memory left to pack its part of one factor."""
+        found = honest()
+        if dist.get_rank() == layout.size - 1:
+            break_source(source, "factors")
+        return found
+
+    with mock.patch.object(source, "shards", broken):
+        assert f"rank {layout.size - 1}: torch.OutOfMemoryError: injected" in failing(manager)
+    assert time.monotonic() - started < SOON, "the others waited in the collective"
+    server.refuses = True
+    assert "rank 0: RuntimeError: SGLang refused the adapter" in failing(manager)
+    server.refuses = False
+    factor = next(parameter for name, parameter in module.named_parameters() if "lora_A" in name)
+    first: torch.Tensor = getattr(factor, "_local_tensor", factor).detach().view(-1)[:1]
+    held = first.clone()
+    first.fill_(float("nan"))
+    assert "lora_A.weight' holds NaN or Inf" in failing(manager)
+    first.fill_(1e5)
+    narrow = serving(module, server, "float16")
+    assert "lora_A.weight' exceeds the range of float16, in which it travels" in failing(narrow)
+    first.copy_(held)
+    sent = len(server.adapters)
+    asyncio.run(manager.update_weights([], 4))
+    assert len(server.adapters) == sent + leads

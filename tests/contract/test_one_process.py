@@ -16,7 +16,7 @@ import tempfile
 import threading
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,9 +32,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from sglang.srt.utils import MultiprocessingSerializer
 from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
 from verl.workers.rollout.replica import RolloutMode
-from worlds import run_world
+from worlds import on_ranks
 
-from contract.sources import SourceManager, shard_of
+from contract.sources import SourceManager, reads_unseen, shard_of
 from faults import points
 from faults.actor import Reference, worker_calls
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND, TURN_OFF, sync_config_of
@@ -314,11 +314,13 @@ def each_once() -> None:
         phase.teardown()
 
 
-def play(checkpoint: str) -> None:
+@pytest.mark.slow
+@on_ranks(1, timeout=240)
+def test_the_engine_serves_what_the_model_says(qwen2: str) -> None:
     for place in ("leader", "engine", "server"):
         points.install(place)
     points.wrap(Source, "shards", "leader", "plan")
-    Phase.checkpoint = checkpoint
+    Phase.checkpoint = qwen2
     each_once()
     found = settings(
         max_examples=10, stateful_step_count=20, deadline=None, database=None, derandomize=True,
@@ -327,23 +329,30 @@ def play(checkpoint: str) -> None:
     run_state_machine_as_test(Phase, settings=found)
 
 
-@pytest.mark.slow
-def test_the_engine_serves_what_the_model_says(tiny_model: Callable[[str], str]) -> None:
-    run_world(1, play, tiny_model("qwen2"), timeout=240)
-
-
 # Staging memory stays between syncs where there is room for it next to what the engine resumes, and else goes
 
 
-def kept(checkpoint: str, folder: str, short: list[bool], failing: int) -> list[tuple[bool, bool, bool]]:
-    """Tells for each sync whether the trainer has staging memory after it, whether the engine maps that memory, and
-    whether room for staging memory was made before the sync.
+@pytest.mark.parametrize(
+    ("short", "failing", "stays"),
+    [
+        ([True, True, True], 0, [False, False, False]),
+        ([True, False, False, True, True], 0, [False, False, True, True, False]),
+        ([True, True, True, True], 2, [False, False, False, False]),
+    ],
+)
+@on_ranks(1, timeout=180)
+def test_the_next_sync_does_as_the_room_was(
+    short: list[bool], failing: int, stays: list[bool], qwen2: str, tmp_path: Path
+) -> None:
+    """After each sync the trainer has staging memory, or not, and the engine maps it, or not; before each, room for
+    staging memory is made, or not.
 
     Args:
         short: of each sync, whether the trainer has to hand its cache back before the KV cache is resumed.
         failing: number of a sync whose commit fails in the engine; 0 for none.
+        stays: of each sync, whether there is staging memory after it.
     """
-    place, found = OneProcess(checkpoint, Path(folder), delivery="staged"), []
+    place, found = OneProcess(qwen2, tmp_path, delivery="staged"), []
     place.manager.keeps_staging = False  # as a manager of an engine that sleeps begins
     for number, tight in enumerate(short, 1):
         asked: dict[tuple[str, str], int] = {}
@@ -366,21 +375,6 @@ def kept(checkpoint: str, folder: str, short: list[bool], failing: int) -> list[
         found.append((place.manager.sender.staged, bool(session._stagings), asked[FIRST] > 0))
         place.train()
     place.close()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("short", "failing", "stays"),
-    [
-        ([True, True, True], 0, [False, False, False]),
-        ([True, False, False, True, True], 0, [False, False, True, True, False]),
-        ([True, True, True, True], 2, [False, False, False, False]),
-    ],
-)
-def test_the_next_sync_does_as_the_room_was(
-    short: list[bool], failing: int, stays: list[bool], tiny_model: Callable[[str], str], tmp_path: Path
-) -> None:
-    (found,) = run_world(1, kept, tiny_model("qwen2"), str(tmp_path), short, failing, timeout=180)
     to_come = [False, *(not stayed for stayed in stays[:-1])]
     assert found == list(zip(stays, stays, to_come, strict=True)), "both sides alike"
 
@@ -391,9 +385,10 @@ def mapped() -> int:
     return sum(line.endswith(".memory") for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def parameters_stay_mapped(checkpoint: str, folder: str) -> None:
-    """While they are read in place; not after a staged sync, nor where some of them cannot be mapped."""
-    place = OneProcess(checkpoint, Path(folder))
+@on_ranks(1, timeout=180)
+def test_parameters_are_let_go_of_once_they_are_not_read_in_place(qwen2: str, tmp_path: Path) -> None:
+    """Not after a staged sync, nor where some of them cannot be mapped."""
+    place = OneProcess(qwen2, tmp_path)
     own, in_place, honest = mapped(), place.manager.ways.in_place, LiveParameters.look
 
     def half_gone(*args: Any) -> Live:
@@ -419,10 +414,49 @@ def parameters_stay_mapped(checkpoint: str, folder: str) -> None:
     place.close()
 
 
-def test_parameters_are_let_go_of_once_they_are_not_read_in_place(
-    tiny_model: Callable[[str], str], tmp_path: Path
+# Where a bit flips in a sync in place, whether bytes are hashed, custom.sync.verify: what finds it, if anything does
+READ, HELD = "changed on the way to the engine", "do not hold what was sent of"
+FOUND_BY = (
+    ("engine", True, "never", ""),
+    ("engine", True, "always", HELD),
+    ("trainer", True, "never", READ),
+    ("trainer", False, "always", HELD),
+    ("trainer", False, "never", ""),
+)
+
+
+@pytest.mark.parametrize(("where", "hashed", "verify", "expected"), FOUND_BY)
+@on_ranks(1)
+def test_a_bit_that_flips_in_a_sync_in_place_is_found(
+    where: str, hashed: bool, verify: str, expected: str, qwen2: str, tmp_path: Path
 ) -> None:
-    run_world(1, parameters_stay_mapped, tiny_model("qwen2"), str(tmp_path), timeout=180)
+    """In the trainer's memory between its hash and the engine's read, or in the engine's parameter after the copy: by
+    the hash or by the comparison alone, and by neither where both are off."""
+    place = OneProcess(qwen2, tmp_path, verify=verify)
+    for _ in range(2):
+        place.sync()
+    (session,) = loader._sessions.values()
+    sent = place.source.weights["c.q.weight"]
+    owner, name, memory = (
+        (place.manager.sender, "read", sent) if where == "trainer" else (session._load, "finish", place.model.c)
+    )
+    honest = getattr(owner, name)
+
+    def flipping(*args: Any) -> Any:
+        done = honest(*args)
+        memory.view(torch.uint8).view(-1)[4] ^= 64
+        return done
+
+    unseen = nullcontext() if hashed else reads_unseen()
+    fails: Any = pytest.raises(SyncError) if expected else nullcontext()
+    with unseen, mock.patch.object(owner, name, flipping), fails as caught:
+        place.sync()
+    assert not expected or all(words in str(caught.value) for words in (expected, "c.q.weight"))
+    assert place.manager.report.delivery == "direct"
+    place.train()
+    place.sync()
+    assert place.model.holds(place.source.weights) and place.manager.report.delivery == "direct"
+    place.close()
 
 
 # An engine that rearranges weights once they are loaded from a checkpoint is refused by name, not served wrongly
@@ -435,40 +469,35 @@ METHODS: dict[str, Callable[[Any], object]] = {
 }
 
 
-def syncs_of_a_method(checkpoint: str, folder: str, method: str, verify: str) -> list[str]:
-    """Returns what each of two syncs says of an engine whose module has this method."""
-    place, said = OneProcess(checkpoint, Path(folder), verify=verify), []
-    place.model.quant_method = SimpleNamespace(process_weights_after_loading=METHODS[method])
-    for _ in range(2):
-        try:
-            place.sync()
-            assert place.model.holds(place.source.weights)
-            said.append("")
-        except SyncError as error:
-            said.append(str(error))
-    place.close()
-    return said
-
-
 @pytest.mark.parametrize(
     ("method", "verify", "changed"),
     zip(METHODS, ("first", "never", "first"), ("", "SGLang changes c once", "the places of parameters"), strict=True),
 )
+@on_ranks(1)
 def test_weights_that_are_rearranged_behind_every_load(
-    method: str, verify: str, changed: str, tiny_model: Callable[[str], str], tmp_path: Path
+    method: str, verify: str, changed: str, qwen2: str, tmp_path: Path
 ) -> None:
-    (said,) = run_world(1, syncs_of_a_method, tiny_model("qwen2"), str(tmp_path), method, verify)
-    for text in said:
-        assert (changed in text and "moe_runner_backend=triton" in text and TURN_OFF in text) if changed else not text
+    place = OneProcess(qwen2, tmp_path, verify=verify)
+    place.model.quant_method = SimpleNamespace(process_weights_after_loading=METHODS[method])
+    for _ in range(2):
+        try:
+            place.sync()
+            assert place.model.holds(place.source.weights) and not changed
+        except SyncError as error:
+            text = str(error)
+            assert changed and all(words in text for words in (changed, "moe_runner_backend=triton", TURN_OFF)), text
+    place.close()
 
 
 # What else the engine rank promises the trainer rank
 
 
-def ends_of(checkpoint: str, folder: str) -> tuple[list[str], list[float]]:
-    """Returns what the engine rank does at the end of two syncs, the first of which leaves much in its allocator's
-    cache, and how long its waits for a word may be."""
-    place, ends, waits = OneProcess(checkpoint, Path(folder)), list[str](), list[float]()
+@on_ranks(1)
+def test_the_cache_goes_back_before_the_trainer_hears_of_the_end(qwen2: str, tmp_path: Path) -> None:
+    """For it has the KV cache resumed next; after the first of two syncs there is much in the cache. The engine's first
+    wait for a word may be as long as trainer ranks wait for each other, as an engine that is awake comes while they
+    plan."""
+    place, ends, waits = OneProcess(qwen2, tmp_path), list[str](), list[float]()
     reserved, receive = iter([0, 64 << 20, 0, (64 << 20) - 1]), Channel.receive
     with (
         mock.patch(f"{SESSION}._reserved_bytes", lambda: next(reserved)),
@@ -479,21 +508,40 @@ def ends_of(checkpoint: str, folder: str) -> tuple[list[str], list[float]]:
         place.sync()
         place.sync()
     place.close()
-    return ends, waits
-
-
-def test_the_cache_goes_back_before_the_trainer_hears_of_the_end(
-    tiny_model: Callable[[str], str], tmp_path: Path
-) -> None:
-    """For it has the KV cache resumed next. Its first word may take as long as trainer ranks wait for each other, as an
-    engine that is awake comes while they plan."""
-    ((ends, waits),) = run_world(1, ends_of, tiny_model("qwen2"), str(tmp_path))
     assert ends == ["emptied", "committed", "committed"] and waits.count(together_seconds(TIMEOUT)) == 2
 
 
-def packed_with_a_nan(checkpoint: str, folder: str) -> None:
-    """A parameter that was packed counts as it was, even if it has changed back before anybody looks it up."""
-    place = OneProcess(checkpoint, Path(folder), delivery="staged")
+@pytest.mark.parametrize("late", [False, True])
+@on_ranks(1)
+def test_an_engine_that_failed_to_sleep_is_asked_again(late: bool, qwen2: str, tmp_path: Path) -> None:
+    """At once, or after whoever asked had given up; until it has answered, nothing touches its memory."""
+    place, asked = OneProcess(qwen2, tmp_path), list[set[str]]()
+    place.sync()
+    honest = place.sglang.release_memory_occupation
+
+    async def release(obj: Any, request: None) -> None:
+        asked.append(set(obj.tags))
+        if len(asked) == 1:
+            await asyncio.sleep(0.75 * late)
+            raise RuntimeError("injected")
+        await honest(obj, request)
+
+    place.server.occupation._timeout = 0.5
+    with mock.patch.object(place.sglang, "release_memory_occupation", release):
+        with pytest.raises(TimeoutError if late else RuntimeError):
+            place.sleep()
+        assert place.request() == "a wait"
+        for _ in range(2):
+            place.sleep()
+    assert asked == [TAGS] * 2 and place.sglang.released == TAGS
+    place.sync()
+    assert place.model.holds(place.source.weights) and place.request() == "an answer"
+    place.close()
+
+
+@on_ranks(1)
+def test_a_nan_that_was_packed_is_an_error_though_it_is_gone_again(qwen2: str, tmp_path: Path) -> None:
+    place = OneProcess(qwen2, tmp_path, delivery="staged")
     part, honest = place.source.weights["b.weight"], place.manager.sender.pack
 
     def packing(*args: Any) -> None:
@@ -502,7 +550,7 @@ def packed_with_a_nan(checkpoint: str, folder: str) -> None:
         honest(*args)
         part[3] = before
 
-    said = "was NaN or Inf when it was packed, and in the trainer all of them are finite"
+    said = r"one of \[.*'b\.weight'.*\] was NaN or Inf when it was packed, and in the trainer all of them are finite"
     with mock.patch.object(place.manager.sender, "pack", packing), pytest.raises(SyncError, match=said):
         place.sync()
     place.sync()
@@ -510,19 +558,13 @@ def packed_with_a_nan(checkpoint: str, folder: str) -> None:
     place.close()
 
 
-def test_a_nan_that_was_packed_is_an_error_though_it_is_gone_again(
-    tiny_model: Callable[[str], str], tmp_path: Path
-) -> None:
-    run_world(1, packed_with_a_nan, tiny_model("qwen2"), str(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("backend", "adapter"), [("nccl", SyncServerAdapter.stock), (SEPARATE_BACKEND, SyncServerAdapter)]
 )
 def test_what_verls_checkpoint_engines_move_is_left_to_verls_adapter(
-    backend: str, adapter: type, tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    backend: str, adapter: type, qwen2: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("RAY_LOCAL_WORLD_SIZE", "1")
     config = RolloutConfig(name="sglang", checkpoint_engine=CheckpointEngineConfig(backend=backend), max_model_len=64)
-    assert type(SyncServerAdapter(config, HFModelConfig(path=tiny_model("qwen2")), None)) is adapter
+    assert type(SyncServerAdapter(config, HFModelConfig(path=qwen2), None)) is adapter

@@ -20,16 +20,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 from verl.workers.engine.spec import BlockPlacement, ShardSpec
-from worlds import run_world
+from worlds import on_ranks
 
 from bare_engine import trainer
 from contract.reading import CPU, WAYS, State, check_same, deliver
-from contract.sources import Wanted
+from contract.sources import Wanted, same_everywhere
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.live import Live, LiveTrainer
-from verl_sync_plugin.trainers.placed import PlacedSource, ShardSpecTrainer, simple
 from verl_sync_plugin.transport.agreement import Agreement
 
 Export = Callable[[], Any]
@@ -96,21 +95,19 @@ def mixed_state(meshes: tuple[tuple[int, ...], ...]) -> tuple[State, State]:
     return whole, cut
 
 
-def any_placement(meshes: tuple[tuple[int, ...], ...]) -> None:
+@pytest.mark.parametrize(("size", "meshes"), [(2, ((2,),)), (4, ((4,), (2, 2))), (4, ((1, 4), (4, 1)))], ids=str)
+@on_ranks("size", timeout=120)
+def test_any_placement_arrives_bit_for_bit(size: int, meshes: tuple[tuple[int, ...], ...]) -> None:
     whole, cut = mixed_state(meshes)
-    assert not simple(cut.values())
 
     def change() -> None:
         for name in whole:
             for tensor in (whole[name], cut[name]):
                 (tensor.to_local() if isinstance(tensor, DTensor) else tensor).mul_(2)
 
-    check(open_source(cut), lambda: {n: wire(n, t) for n, t in whole.items()}, change)
-
-
-@pytest.mark.parametrize(("size", "meshes"), [(2, ((2,),)), (4, ((4,), (2, 2))), (4, ((1, 4), (4, 1)))], ids=str)
-def test_any_placement_arrives_bit_for_bit(size: int, meshes: tuple[tuple[int, ...], ...]) -> None:
-    run_world(size, any_placement, meshes, timeout=120)
+    source = open_source(cut)
+    assert type(source).__name__ == "PlacedSource"
+    check(source, lambda: {n: wire(n, t) for n, t in whole.items()}, change)
 
 
 class Block(torch.nn.Module):
@@ -122,7 +119,8 @@ class Block(torch.nn.Module):
         return self.down(self.up(x).relu())  # type: ignore[no-any-return]
 
 
-def fsdp_over_tensor_parallel() -> None:
+@on_ranks(4, timeout=120)
+def test_fsdp2_over_tensor_parallelism() -> None:
     """As torchtitan does it: ``_StridedShard`` where both cut one dimension."""
     torch.manual_seed(5)
     model = Block()
@@ -142,11 +140,8 @@ def fsdp_over_tensor_parallel() -> None:
     check(open_source(dict(model.state_dict())), expected, train)
 
 
-def test_fsdp2_over_tensor_parallelism() -> None:
-    run_world(4, fsdp_over_tensor_parallel, timeout=120)
-
-
-def specs_of_experts() -> None:
+@on_ranks(4, timeout=120)
+def test_what_verls_engines_export() -> None:
     """Two exports as verl's engines make them: torchtitan's stacks with a slot per expert over a mesh of two
     dimensions, and veomni's experts, cut by hand over ranks with a converter."""
     torch.manual_seed(9)
@@ -180,15 +175,11 @@ def specs_of_experts() -> None:
     check(of_specs(export), expected, change)
 
 
-def test_what_verls_engines_export() -> None:
-    run_world(4, specs_of_experts, timeout=120)
-
-
-def real_engine(path: str) -> None:
-    """verl's own FSDP2 engine exports the same ``ShardSpec``."""
-    engine: Any = trainer.build(path, "fsdp2")
-    source = ShardSpecTrainer(engine, SyncConfig(), CPU, "bfloat16").open_source()
-    assert isinstance(source, PlacedSource)
+@on_ranks(2, timeout=180)
+def test_a_real_engine_of_verl(qwen2: str) -> None:
+    """FSDP2's exports the same ``ShardSpec``."""
+    engine: Any = trainer.build(qwen2, "fsdp2")
+    source = of_specs(lambda: engine.get_per_tensor_param_shard()[0])
 
     def expected() -> State:
         return {name: tensor.bfloat16() for name, tensor in trainer.full_state(engine).items()}
@@ -196,11 +187,8 @@ def real_engine(path: str) -> None:
     check(source, expected, lambda: trainer.perturb(engine, 1))
 
 
-def test_a_real_engine_of_verl(tiny_model: Callable[[str], str]) -> None:
-    run_world(2, real_engine, tiny_model("qwen2"), timeout=180)
-
-
-def refused() -> list[str]:
+@on_ranks(2)
+def test_what_is_no_box_of_one_whole_is_refused_by_name_on_all_ranks() -> None:
     mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
     odd = DTensor.from_local(torch.ones(2, 3), mesh, [Partial()])
     strided = DTensor.from_local(torch.ones(4, 3), mesh, [_StridedShard(0, split_factor=2)])
@@ -211,39 +199,26 @@ def refused() -> list[str]:
     turning = mock.patch(f"{Live.__module__}.verl_rewrite", lambda kind: lambda pairs: ((n, t.T) for n, t in pairs))
     with turning:
         turned = open_source({"w": cut})
-    sources = [
-        *(open_source({"w": tensor, "placed": cut}) for tensor in (odd, strided, wrong)),
-        turned,
-        open_source({"w": torch.ones(2 + rank), "placed": cut}),
-        of_specs(lambda: [("w", torch.ones(6), alone)]),
-        of_specs(lambda: [("w", torch.ones(6), over)]),
-        of_specs(lambda: [("w", torch.ones(6), ShardSpec((4, 3), place=6))]),
+    placed: list[tuple[ParameterSource, str]] = [
+        (open_source({"w": tensor, "placed": cut}), words)
+        for tensor, words in (
+            (odd, "parameter 'w' has placements (Partial(sum),): the ranks hold parts of a sum"),
+            (strided, "a strided shard that is no box"),
+            (wrong, "rank 1: ValueError: parameter 'w': this rank holds shape (3, 3), not (2, 3)"),
+            (torch.ones(2 + rank), "on parameter 'w': rank 0: float32 of shape (2,); rank 1: float32 of shape (3,)"),
+        )
     ]
-    texts = []
-    for source in sources:
+    specs = [
+        (of_specs(lambda spec=spec: [("w", torch.ones(6), spec)]), words)
+        for spec, words in (
+            (alone, "ranks 0, 1 hold 6 of 12 elements of parameter 'w'"),
+            (over, "boxes that overlap at (1, 0) of parameter 'w'"),
+            (ShardSpec((4, 3), place=6), "places a flat part at 6"),
+        )
+    ]
+    for source, words in [*placed, (turned, "tensor 'w' is no contiguous part of 'w'"), *specs]:
         with pytest.raises(SyncError) as caught:
             source.agree_on_layout(Agreement(30.0))
-        texts.append(str(caught.value))
-    with pytest.raises(ValueError, match="has no get_per_tensor_param_shard"):
-        ShardSpecTrainer(SimpleNamespace(), SyncConfig(), CPU, "bfloat16").open_source()
-    return texts
-
-
-def test_what_is_no_box_of_one_whole_is_refused_by_name_on_all_ranks() -> None:
-    first, second = run_world(2, refused, timeout=120)
-    assert first == second
-    for text, words in zip(
-        first,
-        (
-            "parameter 'w' has placements (Partial(sum),): the ranks hold parts of a sum",
-            "a strided shard that is no box",
-            "rank 1: ValueError: parameter 'w': this rank holds shape (3, 3), not (2, 3)",
-            "tensor 'w' is no contiguous part of 'w'",
-            "the ranks disagree on parameter 'w': rank 0: float32 of shape (2,); rank 1: float32 of shape (3,)",
-            "ranks 0, 1 hold 6 of 12 elements of parameter 'w'",
-            "boxes that overlap at (1, 0) of parameter 'w'",
-            "places a flat part at 6",
-        ),
-        strict=True,
-    ):
-        assert words in text, text
+        assert words in same_everywhere(str(caught.value)), caught.value
+    with pytest.raises(ValueError, match="strategy 'torchtitan': use one of fsdp"):
+        open_source(SimpleNamespace(engine_config=SimpleNamespace(strategy="torchtitan")))

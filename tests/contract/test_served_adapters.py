@@ -14,18 +14,15 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-from worlds import run_fresh
+from worlds import on_ranks
 
 from contract import sglang_models
 from contract.families import FAMILIES, Family
 from contract.test_families import publish
-from verl_sync_plugin.engine.introduce import introduce
-from verl_sync_plugin.engine.recorder import Source
-from verl_sync_plugin.layout.load_map import unwritten
+from contract.wire import Wire
 from verl_sync_plugin.rollouts.sglang.lora import look, served_settings, summary
-from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_processes")]
 
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 NO_TOWER = {"exclude_modules": ".*visual.*"}
@@ -133,13 +130,8 @@ def outcome(family: str, settings: dict[str, Any], targets: set[str], home: Path
 
 def takes_the_base(model: torch.nn.Module, home: Path) -> None:
     """Also the parameters of layers that an adapter wraps."""
-    base = {name: tensor for file in home.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    sources = [Source(name, tensor.dtype, tuple(tensor.shape), None) for name, tensor in base.items()]
-    known = SGLangModel(model, dist.get_rank())
-    known.sent = frozenset(base)
-    missing = unwritten(introduce(known, sources, {}, torch.device("cpu"))[0])
-    assert base and all(kept.buffer for kept, *_ in missing), missing
-    known.load_weights(base.items())
+    base = [each for file in home.glob("*.safetensors") for each in load_file(file).items()]
+    Wire(model, base, 1, 1 << 20, verified=False).sync(base)
 
 
 def in_the_way_of_rubbish(manager: Any, factors: Factors) -> None:
@@ -188,15 +180,12 @@ def lost(home: Path) -> None:
         assert "SGLang computes" in said and "needs factors of" in said, said
 
 
-def all_cases(folder: Path, cases: dict[str, Case]) -> None:
+@pytest.mark.parametrize(("world", "cases"), [(1, ONE), (2, TWO)], ids=["one rank", "two ranks"])
+@on_ranks("world", timeout=500)
+def test_every_factor_is_read_or_named(world: int, cases: dict[str, Case], tmp_path: Path) -> None:
     for number, (expected, (family, settings, targets)) in enumerate(cases.items()):
-        found = outcome(family, settings, set(targets), folder / f"{number}-{dist.get_rank()}")
+        found = outcome(family, settings, set(targets), tmp_path / f"{number}-{dist.get_rank()}")
         assert expected.partition(":")[2].strip() in found, f"{family}: {found}"
         dist.barrier()
     if dist.get_world_size() == 1:
-        lost(folder)
-
-
-@pytest.mark.parametrize(("world", "cases"), [(1, ONE), (2, TWO)], ids=["one rank", "two ranks"])
-def test_every_factor_is_read_or_named(world: int, cases: dict[str, Case], tmp_path: Path) -> None:
-    run_fresh(world, all_cases, tmp_path, cases)
+        lost(tmp_path)

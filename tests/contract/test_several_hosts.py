@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import run_fresh, run_world
+from worlds import on_ranks
 
 from contract import sglang_models as models
 from contract.sources import SourceManager, StandIn, WorldSource, endpoint_of, same_everywhere
@@ -33,7 +33,7 @@ from verl_sync_plugin.trainers.base import dtype_name
 from verl_sync_plugin.transport.channel import connect
 from verl_sync_plugin.transport.protocol import LoadRequest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_processes"), pytest.mark.timeout(300)]
 
 KIND, CPU = "qwen3-moe", torch.device("cpu")
 TIMEOUT = 20.0
@@ -131,7 +131,7 @@ class Member:
         return int(total.item())
 
 
-def play(folder: Path, tp: int, cases: tuple[Case, ...]) -> None:
+def play(folder: Path, tp: int, *cases: Case) -> None:
     """All cases, one after another."""
     rank, config = dist.get_rank(), models.start(folder, KIND, tp)
     for case in cases:
@@ -152,15 +152,10 @@ def story(member: Member, case: Case) -> None:
         alike = sum(case.hosts.count(host) for host in case.hosts)
         assert member.crossing() == report.nbytes // len(case.hosts) * (len(case.hosts) ** 2 - alike)
     if case.failing:
-        if several:
-            same_everywhere(a_byte_changes_on_the_network(member))
-            member.sync()
-            member.exact()
-        else:
-            out_of_reach(member)
+        (a_byte_changes_on_the_network if several else out_of_reach)(member)
 
 
-def a_byte_changes_on_the_network(member: Member) -> str:
+def a_byte_changes_on_the_network(member: Member) -> None:
     """A bit flips in each byte of a segment that rank 0 has received, of which its engine rank may read a part only;
     whoever reads it says so."""
     sender = member.manager.sender
@@ -182,8 +177,9 @@ def a_byte_changes_on_the_network(member: Member) -> str:
     sender.broadcast, sender.drain = noting, flipping  # type: ignore[method-assign]
     text = member.failing()
     sender.broadcast, sender.drain = honest, drained  # type: ignore[method-assign]
-    assert "changed on the way to the engine" in text, text
-    return text
+    assert "changed on the way to the engine" in same_everywhere(text), text
+    member.sync()
+    member.exact()
 
 
 def out_of_reach(member: Member) -> None:
@@ -203,16 +199,17 @@ def out_of_reach(member: Member) -> None:
         assert manager.report.delivery == "broadcast"
 
 
+@on_ranks(4, timeout=280)
 def test_four_ranks_on_one_two_and_three_hosts(tmp_path: Path) -> None:
     """Replicas of two engine ranks: on one host each, or across hosts."""
     one, two, three = ("a",) * 4, ("a", "a", "b", "b"), ("a", "b", "c", "a")
-    cases = (Case(one, bucket_bytes=20_000, failing=True), Case(two, joint=True, failing=True), Case(three))
-    run_fresh(4, play, tmp_path, 2, cases, timeout=280)
+    play(tmp_path, 2, Case(one, bucket_bytes=20_000, failing=True), Case(two, joint=True, failing=True), Case(three))
 
 
+@on_ranks(2, timeout=280)
 def test_two_ranks_on_two_hosts(tmp_path: Path) -> None:
     """One engine across them."""
-    run_fresh(2, play, tmp_path, 2, (Case(("a", "b"), failing=True), Case(("a", "b"), joint=True)), timeout=280)
+    play(tmp_path, 2, Case(("a", "b"), failing=True), Case(("a", "b"), joint=True))
 
 
 # Staged delivery packs, sends and loads successive buckets at once: what a rank does with each of them, in its order
@@ -237,8 +234,10 @@ class Model(torch.nn.Module):
             getattr(self, name).copy_(tensor)
 
 
-def two_syncs(delivery: str) -> list[tuple[str, Events]]:
-    """One rank's delivery of each sync, and what it did."""
+@pytest.mark.parametrize(("delivery", "world"), [(name, world) for name, (world, *_) in DELIVERIES.items()])
+@on_ranks("world")
+def test_a_bucket_is_packed_while_another_one_is_loaded(delivery: str, world: int) -> None:
+    """In both of two syncs."""
     rank, model, source = dist.get_rank(), Model(), WorldSource()
     host = f"host {rank}" if delivery == "broadcast" else "host"
     loader._sessions.clear()
@@ -279,13 +278,8 @@ def two_syncs(delivery: str) -> list[tuple[str, Events]]:
         manager.sender.close()
         manager.meeting.close()
     loader._sessions.clear()
-    return found
-
-
-@pytest.mark.parametrize("delivery", DELIVERIES)
-def test_a_bucket_is_packed_while_another_one_is_loaded(delivery: str) -> None:
-    world, _, ahead = DELIVERIES[delivery]
-    for said, events in (each for of_rank in run_world(world, two_syncs, delivery) for each in of_rank):
+    ahead = DELIVERIES[delivery][2]
+    for said, events in found:
         assert said == delivery or (delivery, said) == ("alone", "staged")
         at = {event: place for place, event in enumerate(events)}
         for index in range(BUCKETS):

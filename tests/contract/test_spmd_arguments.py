@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen2Config
-from worlds import run_world
+from worlds import on_ranks
 
+from contract.sources import same_everywhere
 from fresh_process import python
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import RolloutError
@@ -111,7 +112,8 @@ def test_engines_share_neither_ranks_nor_gpus_nor_span_hosts() -> None:
             check_groups(ranks, places)
 
 
-def ranks_of_meshes() -> list[Any]:
+@on_ranks(4)
+def test_ranks_of_a_mesh_or_neighbours() -> None:
     mesh, whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp")), init_device_mesh("cpu", (4,))
     served = ((None, mesh), (2, mesh), (2, None), (None, None), (None, whole))
     found: list[Any] = [engine_ranks(size, given) for size, given in served]
@@ -119,14 +121,9 @@ def ranks_of_meshes() -> list[Any]:
         with pytest.raises(ValueError) as caught:
             engine_ranks(size, given)
         found.append(str(caught.value).partition(":")[0].partition("=")[0])
-    return found
-
-
-def test_ranks_of_a_mesh_or_neighbours() -> None:
-    for rank, found in enumerate(run_world(4, ranks_of_meshes)):
-        mine = (rank % 2, rank % 2 + 2)
-        neighbours = (rank // 2 * 2, rank // 2 * 2 + 1)
-        assert found == [mine, mine, neighbours, (rank,), (0, 1, 2, 3), *("tensor_parallel_size",) * 2, "mesh"]
+    rank = torch.distributed.get_rank()
+    mine, neighbours = (rank % 2, rank % 2 + 2), (rank // 2 * 2, rank // 2 * 2 + 1)
+    assert found == [mine, mine, neighbours, (rank,), (0, 1, 2, 3), *("tensor_parallel_size",) * 2, "mesh"]
 
 
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
@@ -145,21 +142,13 @@ GIVEN: list[tuple[Any, dict[str, tuple[Any, Any]], str]] = [
 ]
 
 
-def refused_on_one_rank(folder: str) -> list[str]:
-    texts = []
-    for model, more, _ in GIVEN:
+@on_ranks(2, timeout=180)
+def test_an_argument_that_does_not_fit_is_every_ranks_error(tmp_path: Path) -> None:
+    for model, more, words in GIVEN:
         with pytest.raises(RolloutError) as caught:
             given = {key: values[torch.distributed.get_rank()] for key, values in more.items()}
-            SpmdRollout(folder if model == "" else Qwen2Config(**model), **given)
-        texts.append(str(caught.value))
-    return texts
-
-
-def test_an_argument_that_does_not_fit_is_every_ranks_error(tmp_path: Path) -> None:
-    first, second = run_world(2, refused_on_one_rank, str(tmp_path), timeout=180)
-    assert first == second
-    for text, (*_, words) in zip(first, GIVEN, strict=True):
-        assert words in text, text
+            SpmdRollout(str(tmp_path) if model == "" else Qwen2Config(**model), **given)
+        assert words in same_everywhere(str(caught.value)), caught.value
 
 
 @pytest.mark.parametrize(

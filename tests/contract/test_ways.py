@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import io
 from contextlib import redirect_stdout
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import run_world
+from worlds import on_ranks
 
 from contract.sources import WorldSource, chosen, everyone, shard_of
 from verl_sync_plugin.config.settings import SyncConfig
@@ -24,24 +25,6 @@ from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed
 
 CPU = torch.device("cpu")
-
-
-def first_choice(delivery: str, hosts: tuple[str, ...], group_size: int) -> tuple[bool, str]:
-    """True if engine ranks read segments from several ranks; and what this rank says in the log in two syncs."""
-    agreement, sender, rank = Agreement(20), BucketSender(CPU, 20), dist.get_rank()
-    both, source = Ways(SyncConfig(delivery=delivery), agreement, sender), WorldSource()
-    for first in range(0, dist.get_world_size(), group_size):
-        group = dist.new_group(list(range(first, first + group_size)), backend="gloo")
-        source.group = group if rank // group_size * group_size == first else source.group
-    with mock.patch.object(ways, "host_name", lambda: hosts[rank]):
-        both.reach.decide(agreement, ranks_of(source.group, rank), "ranks that share out the model")
-    shards = [shard_of(("w",), torch.zeros(128), rank % group_size, group_size)]
-    assert both.reach.possible is not None
-    plan = source.plan((shards[0].base,), slot_limit(4096), both.reach.possible)
-    with redirect_stdout(io.StringIO()) as said:
-        for _ in range(2):
-            chosen(both, agreement, Sync(plan, source, shards, SyncReport(), ranks_of(source.group, rank)))
-    return both.reach.possible, said.getvalue()
 
 
 NOT_YET = "delivery is staged (not direct: the engine has not yet said that it can)"
@@ -61,39 +44,33 @@ SPREAD = "not staged alone: ranks that share out the model are on several hosts)
         ("auto", "aaaa", 1, False, NOT_YET),  # nothing to share out
     ],
 )
+@on_ranks(4, timeout=60)
 def test_the_hosts_of_a_group_decide_and_the_log_says_once_how_bytes_travel_and_why(
     delivery: str, hosts: str, group_size: int, reads: bool, line: str
 ) -> None:
-    found = run_world(4, first_choice, delivery, tuple(hosts), group_size, timeout=60)
-    assert [possible for possible, _ in found] == [reads] * 4
-    first, *others = (said for _, said in found)
-    assert line in first and first.count("\n") == 1 and not any(others), found
+    """True in the table where engine ranks read segments from several ranks."""
+    agreement, sender, rank = Agreement(20), BucketSender(CPU, 20), dist.get_rank()
+    both, source = Ways(SyncConfig(delivery=delivery), agreement, sender), WorldSource()
+    for first in range(0, dist.get_world_size(), group_size):
+        group = dist.new_group(list(range(first, first + group_size)), backend="gloo")
+        source.group = group if rank // group_size * group_size == first else source.group
+    with mock.patch.object(ways, "host_name", lambda: hosts[rank]):
+        both.reach.decide(agreement, ranks_of(source.group, rank), "ranks that share out the model")
+    shards = [shard_of(("w",), torch.zeros(128), rank % group_size, group_size)]
+    assert both.reach.possible is reads
+    plan = source.plan((shards[0].base,), slot_limit(4096), reads)
+    with redirect_stdout(io.StringIO()) as said:
+        for _ in range(2):
+            chosen(both, agreement, Sync(plan, source, shards, SyncReport(), ranks_of(source.group, rank)))
+    text = said.getvalue()
+    assert line in text and text.count("\n") == 1 if rank == 0 else not text, text
 
 
-def memory_of(shared: bool, folder: str) -> torch.Tensor:
+def memory_of(shared: bool, folder: Path) -> torch.Tensor:
     if not shared:
         return torch.ones(64)
     storage = torch.UntypedStorage.from_file(f"{folder}/{dist.get_rank()}", True, 256)
     return torch.empty(0).set_(storage, 0, (64,)).fill_(1.0)
-
-
-def in_place(choice: str, able: tuple[bool, bool], answers: tuple[str, str], sharded: bool, folder: str) -> list[bool]:
-    """True for each of two syncs in place, before and after the engine ranks have said what speaks against it; and for
-    one after memory was out of reach."""
-    agreement, sender, rank = Agreement(20.0), BucketSender(CPU, 20.0), dist.get_rank()
-    way = Ways(SyncConfig(delivery=choice), agreement, sender)
-    run = memory_of(able[rank], folder)
-    shards = [Shard(Base("w", "bfloat16", 2, (64, 64), (View("w", (128,), 0, 128),)), lambda: run, run=run)]
-    plan, found = plan_buckets((shards[0].base,), 4096, sharded), list[bool]()
-    sync = Sync(plan, WorldSource(), shards, SyncReport(), everyone())
-    for _ in range(2):
-        found.append(chosen(way, agreement, sync).in_place)
-        way.in_place.note(Committed(obstacle=answers[rank]), plan)
-    if found[-1]:
-        assert way.in_place.known
-        way.fall_back(PeersUnreachableError("injected"))
-        found.append(chosen(way, agreement, sync).in_place)
-    return found
 
 
 @pytest.mark.parametrize(
@@ -106,13 +83,23 @@ def in_place(choice: str, able: tuple[bool, bool], answers: tuple[str, str], sha
         ("staged", (True, True), ("", ""), True, [False, False]),
     ],
 )
+@on_ranks(2, timeout=60)
 def test_all_ranks_or_none(
-    choice: str,
-    able: tuple[bool, bool],
-    answers: tuple[str, str],
-    sharded: bool,
-    found: list[bool],
-    tmp_path_factory: pytest.TempPathFactory,
+    choice: str, able: tuple[bool, bool], answers: tuple[str, str], sharded: bool, found: list[bool], tmp_path: Path
 ) -> None:
-    folder = str(tmp_path_factory.mktemp("memory"))
-    assert run_world(2, in_place, choice, able, answers, sharded, folder, timeout=60) == [found] * 2
+    """``found`` is True for each of two syncs in place, before and after the engine ranks have said what speaks against
+    it; and for one after memory was out of reach."""
+    agreement, sender, rank = Agreement(20.0), BucketSender(CPU, 20.0), dist.get_rank()
+    way = Ways(SyncConfig(delivery=choice), agreement, sender)
+    run = memory_of(able[rank], tmp_path)
+    shards = [Shard(Base("w", "bfloat16", 2, (64, 64), (View("w", (128,), 0, 128),)), lambda: run, run=run)]
+    plan, seen = plan_buckets((shards[0].base,), 4096, sharded), list[bool]()
+    sync = Sync(plan, WorldSource(), shards, SyncReport(), everyone())
+    for _ in range(2):
+        seen.append(chosen(way, agreement, sync).in_place)
+        way.in_place.note(Committed(obstacle=answers[rank]), plan)
+    if seen[-1]:
+        assert way.in_place.known
+        way.fall_back(PeersUnreachableError("injected"))
+        seen.append(chosen(way, agreement, sync).in_place)
+    assert seen == found

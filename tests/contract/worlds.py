@@ -14,7 +14,10 @@ import atexit
 import contextlib
 import datetime
 import faulthandler
+import functools
+import importlib
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -62,6 +65,9 @@ def _member(pipe: Connection) -> None:
             pipe.send((False, traceback.format_exc()))
         finally:
             faulthandler.cancel_dump_traceback_later()
+            if (sglang := sys.modules.get("sglang.srt.distributed.parallel_state")) is not None:
+                sglang.destroy_model_parallel()  # its groups of ranks end with the world
+                sglang.destroy_distributed_environment()
             if dist.is_initialized():
                 dist.destroy_process_group()
 
@@ -134,10 +140,35 @@ def run_world(size: int, function: Callable[..., Any], *arguments: object, timeo
     return [results[rank] for rank in range(size)]
 
 
-def run_fresh(size: int, function: Callable[..., Any], *arguments: object, timeout: float = 500.0) -> list[Any]:
-    """``run_world`` in processes of its own: SGLang keeps groups of ranks that end with the world."""
-    stop()
-    try:
-        return run_world(size, function, *arguments, timeout=timeout)
-    finally:
-        stop()
+class _Body:
+    """The body of a test that ``on_ranks`` decorates, by name: a rank imports it with its module."""
+
+    def __init__(self, module: str, name: str, given: dict[str, Any]) -> None:
+        self._at = module, name, given
+
+    def __reduce__(self) -> Any:
+        return _body_of, self._at
+
+
+def _body_of(module: str, name: str, given: dict[str, Any]) -> Any:
+    return functools.partial(getattr(importlib.import_module(module), name).__wrapped__, **given)
+
+
+def on_ranks(size: int | str, timeout: float = 120.0) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Runs the body of a test on every rank of a world, with the test's own arguments.
+
+    Args:
+        size: number of ranks, or the argument that is it, or has it as its ``size``.
+        timeout: as of ``run_world``.
+    """
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**given: Any) -> None:
+            found = given[size] if isinstance(size, str) else size
+            body = _Body(test.__module__, test.__name__, given)
+            run_world(getattr(found, "size", found), body, timeout=timeout)  # type: ignore[arg-type]
+
+        return run
+
+    return decorate

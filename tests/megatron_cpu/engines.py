@@ -31,9 +31,9 @@ MEGATRON_BRIDGE = Path(sys.prefix) / "megatron-bridge"  # see scripts/setup_venv
 
 @dataclass(frozen=True)
 class Layout:
-    """A parallel layout of the trainer; ``world`` beyond what it needs is data parallelism."""
+    """A parallel layout of the trainer; ``size``, in ranks, beyond what it needs is data parallelism."""
 
-    world: int
+    size: int
     tp: int = 1
     pp: int = 1
     vpp: int | None = None
@@ -44,7 +44,7 @@ class Layout:
     def __str__(self) -> str:
         sizes = {"tp": self.tp, "pp": self.pp, "vpp": self.vpp, "ep": self.ep, "etp": self.etp, "cp": self.cp}
         named = [f"{name}{size}" for name, size in sizes.items() if size not in (None, 1) or (name == "etp" and size)]
-        return "-".join([*named, f"world{self.world}"])
+        return "-".join([*named, f"world{self.size}"])
 
 
 @contextmanager

@@ -1,27 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plays the ranks that merge LoRA adapters of Megatron-Bridge, against the bridge's own merge and by hand."""
+"""Engines with LoRA adapters of Megatron-Bridge."""
 
 from __future__ import annotations
 
-import asyncio
 import zlib
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
-from transformers import AutoModelForCausalLM
 
-from contract.reading import LARGE, TINY, State
-from contract.sources import StandIn, endpoint_of
-from megatron_cpu.engines import Layout, build, stock_export, train_step
-from megatron_cpu.stories import error_of, manager_of, one_sync, synced, syncs_offloaded, trained_steps
-from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.report import SyncReport
-from verl_sync_plugin.sharding_manager import get_sharding_manager
-from verl_sync_plugin.sync.adapter import AdapterSender
-from verl_sync_plugin.trainers.base import take_over
-from verl_sync_plugin.transport.agreement import Agreement
+from megatron_cpu.engines import Layout, build
 
 LORA: dict[str, Any] = {
     "type": "lora", "rank": 8, "alpha": 16, "merge": True,
@@ -30,7 +17,6 @@ LORA: dict[str, Any] = {
     "a2a_experimental": False, "dtype": None, "adapter_path": None, "freeze_vision_model": True,
     "freeze_vision_projection": True, "freeze_language_model": True, "fully_sharded_loras": False,
 }  # fmt: skip
-LATENT = ["linear_q_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj", "linear_fc1", "linear_fc2"]
 
 
 def with_factors(model_path: str, layout: Layout, **lora: Any) -> Any:
@@ -49,87 +35,3 @@ def with_factors(model_path: str, layout: Layout, **lora: Any) -> Any:
                 parameter.data.normal_(std=0.2, generator=generator)
     engine.optimizer.reload_model_params()
     return engine
-
-
-def unmerged(engine: Any) -> State:
-    exported = engine.bridge.export_hf_weights(
-        engine.module, cpu=True, show_progress=False, merge_adapter_weights=False
-    )
-    return {name.replace(".base_layer", ""): tensor.clone() for name, tensor in exported}
-
-
-def check_close(got: State, expected: State) -> None:
-    """Both round once, from sums that are added in another order."""
-    assert sorted(got) == sorted(expected)
-    total = equal = 0
-    for name, tensor in expected.items():
-        assert got[name].dtype == tensor.dtype and got[name].shape == tensor.shape, name
-        assert torch.allclose(got[name], tensor, rtol=2**-7, atol=2**-12), name
-        total, equal = total + tensor.numel(), equal + int((got[name] == tensor).sum())
-    assert equal > 0.98 * total, f"{total - equal} of {total} elements are rounded otherwise"
-
-
-def merged(model_path: str, layout: Layout, **lora: Any) -> list[str]:
-    """Three syncs with two bucket sizes; returns names of what the adapters change."""
-    engine = with_factors(model_path, layout, **lora)
-    base = unmerged(engine)
-    managers = [manager_of(engine, size, "bfloat16", how) for size, how in ((TINY, "staged"), (LARGE, "auto"))]
-    changed: list[str] = []
-    expected: State = {}
-    for step in trained_steps(engine):
-        before = expected
-        for manager in managers:
-            expected = synced(manager, check=check_close)
-        changed = [name for name, tensor in expected.items() if not torch.equal(base[name], tensor)]
-        assert not step or not any(torch.equal(before[name], expected[name]) for name in changed), "nothing was trained"
-    return changed
-
-
-def offloaded(model_path: str, layout: Layout) -> None:
-    """So are factors."""
-    syncs_offloaded(with_factors(model_path, layout), check_close)
-
-
-def canonical(model_path: str, layout: Layout) -> None:
-    """Adapters of another kind are merged by the bridge, whose stream is what arrives."""
-    engine = with_factors(
-        model_path, layout, type="canonical_lora", target_modules=["linear_q", "linear_k", "linear_v", "linear_proj"]
-    )
-    take_over(True)
-    manager = manager_of(engine, TINY, "bfloat16")
-    for _ in trained_steps(engine):
-        synced(manager, "StreamSource", check_close)
-
-
-def refused(model_path: str) -> str:
-    engine = build(model_path, Layout(dist.get_world_size(), tp=2), {**LORA, "type": "dora"})
-    return error_of(lambda: one_sync(manager_of(engine, LARGE)))[0]
-
-
-def served(model_path: str, layout: Layout) -> None:
-    """Three adapters in a row: with PEFT they make of the checkpoint what the bridge merges."""
-    engine = with_factors(model_path, layout, merge=False)
-    take_over(True)
-    backend: Any = get_sharding_manager("megatron", "sglang").backend
-    trainer = backend(engine, SyncConfig(timeout_seconds=5), torch.device("cpu"), "float32")
-    assert trainer.serves_adapter
-    sender = AdapterSender(trainer.open_adapter(trainer.open_source()), torch.float32, trainer.config)
-    agreement, server = Agreement(5.0), StandIn()
-    engine_of = endpoint_of(server)  # every rank has one of its own
-    for version in (1, 2, 3):
-        asyncio.run(sender.send(agreement, engine_of, SyncReport(version), str(version)))
-        settings, factors = server.adapters[-1]
-        assert settings["r"] == LORA["rank"] and "q_proj" in settings["target_modules"]
-        check_close(merged_by_peft(model_path, settings, factors), stock_export(engine))
-        train_step(engine)
-
-
-def merged_by_peft(model_path: str, settings: dict[str, Any], factors: State) -> State:
-    """The checkpoint with an adapter as SGLang is given it, merged by PEFT."""
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    config = LoraConfig(r=settings["r"], lora_alpha=settings["lora_alpha"], target_modules=settings["target_modules"])
-    adapted = get_peft_model(model, config)
-    result = set_peft_model_state_dict(adapted, factors)
-    assert not result.unexpected_keys, result.unexpected_keys
-    plain = adapted.merge_and_unload()
-    return {name: tensor.bfloat16() for name, tensor in plain.state_dict().items()}
