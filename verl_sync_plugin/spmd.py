@@ -23,15 +23,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from verl_sync_plugin.config.settings import DEFAULT_MEGABYTES, SyncConfig, check_bucket_megabytes
 from verl_sync_plugin.errors import RankLostError, RolloutError, SyncError
-from verl_sync_plugin.memory import release_cache
 from verl_sync_plugin.report import SyncReport, write_report
 from verl_sync_plugin.rollouts import LOCAL, LocalLaunch, LocalSpec, rollout_of
 from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS
 from verl_sync_plugin.rollouts.process import EngineProcess
+from verl_sync_plugin.room import release_cache
 from verl_sync_plugin.sync.endpoint import Call, RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.base import trainer_device
-from verl_sync_plugin.trainers.live import Live, LiveSource, LiveTrainer
+from verl_sync_plugin.trainers.script import Given, ScriptTrainer, Trained
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import together_seconds
 
@@ -43,9 +43,9 @@ Place = tuple[str, str]  # a rank's host, and its GPU as ``CUDA_VISIBLE_DEVICES`
 
 
 class SpmdShardingManager(ShardingManager):
-    """Reads what ``Live`` holds, in place of verl's training engine."""
+    """Reads what ``Given`` holds, in place of verl's training engine."""
 
-    backend = LiveTrainer
+    backend = ScriptTrainer
 
 
 class SpmdRollout(AbstractContextManager["SpmdRollout"]):
@@ -129,9 +129,9 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
             endpoint = RolloutEndpoint(
                 rollout_of(LOCAL), self._ask, self.ranks, launch.restores_uncovered, config.timeout_seconds
             )
-            self._live = Live(spec.config)
+            self._given = Given(spec.config)
             self._manager = SpmdShardingManager(
-                self._live, endpoint, config, megabytes << 20, self.device, dtype, agreement=agreement
+                self._given, endpoint, config, megabytes << 20, self.device, dtype, agreement=agreement
             )
             self._open.callback(self._manager.meeting.close)
 
@@ -170,7 +170,7 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
             if not self._agreement.settle(what, waiting=future is not None):
                 return answer
 
-    def sync_weights(self, source: LiveSource | Any, version: int | None = None) -> SyncReport:
+    def sync_weights(self, source: Trained | Any, version: int | None = None) -> SyncReport:
         """Moves the trainer's weights into the engines, with hashes and proofs; returns this rank's report. Weights
         that are released are resumed on the way; a KV cache that is released stays so. Raises SyncError where any rank
         or engine failed: the trainer's weights are as before, and the engines generate nothing until a sync succeeds.
@@ -183,7 +183,7 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
         """
         self._refuse_closed()
         manager, agreement = self._manager, self._agreement
-        if agreement.any("looking at the source of the weights", lambda: self._live.take(source)):
+        if agreement.any("looking at the source of the weights", lambda: self._given.take(source)):
             manager.source = None  # another model: what is known of the last one's layout goes
         version = (self._version or 0) + 1 if version is None else version
         tags = [WEIGHTS] if WEIGHTS in self._released else []
@@ -200,7 +200,7 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
         try:
             self.report = asyncio.run(sync())
         finally:
-            self._live.let_go()
+            self._given.let_go()
         self._released.discard(WEIGHTS)
         self._version = version
         self.report.put_before(around)

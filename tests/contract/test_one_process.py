@@ -40,13 +40,13 @@ from faults.actor import Reference, worker_calls
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND, TURN_OFF, sync_config_of
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.tensors import Shard
-from verl_sync_plugin.memory import FIRST, REST
 from verl_sync_plugin.rollouts import rollout_of
 from verl_sync_plugin.rollouts.adapter import calls_of
 from verl_sync_plugin.rollouts.sglang import loader
 from verl_sync_plugin.rollouts.sglang.adapter import SyncServerAdapter
 from verl_sync_plugin.rollouts.sglang.request import hand_down, new_token
 from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
+from verl_sync_plugin.room import FIRST, REST
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.trainers.base import ParameterSource, ShardStream
 from verl_sync_plugin.transport.channel import Channel
@@ -389,7 +389,7 @@ def mapped() -> int:
 def test_parameters_are_let_go_of_once_they_are_not_read_in_place(qwen2: str, tmp_path: Path) -> None:
     """Not after a staged sync, nor where some of them cannot be mapped."""
     place = OneProcess(qwen2, tmp_path)
-    own, in_place, honest = mapped(), place.manager.ways.in_place, LiveParameters.look
+    own, in_place, honest = mapped(), place.manager.ways.direct, LiveParameters.look
 
     def half_gone(*args: Any) -> Live:
         live = honest(*args)

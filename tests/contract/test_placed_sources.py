@@ -28,7 +28,7 @@ from contract.sources import Wanted, same_everywhere
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.trainers.base import ParameterSource
-from verl_sync_plugin.trainers.live import Live, LiveTrainer
+from verl_sync_plugin.trainers.script import Given, ScriptTrainer
 from verl_sync_plugin.transport.agreement import Agreement
 
 Export = Callable[[], Any]
@@ -36,9 +36,9 @@ Export = Callable[[], Any]
 
 def open_source(given: Any) -> ParameterSource:
     """The source of what a script trains."""
-    live = Live({})
+    live = Given({})
     live.take(given)
-    trainer = LiveTrainer(live, SyncConfig(), CPU, "bfloat16")
+    trainer = ScriptTrainer(live, SyncConfig(), CPU, "bfloat16")
     trainer.policy.kept = Wanted(r"\.gate\.weight$")
     return trainer.open_source()
 
@@ -196,7 +196,7 @@ def test_what_is_no_box_of_one_whole_is_refused_by_name_on_all_ranks() -> None:
     cut = distribute_tensor(torch.ones(4, 3), mesh, [Shard(1)])
     alone = ShardSpec((4, 3), place=BlockPlacement((2, 3), (0, 0), (4, 3)))
     over = ShardSpec((4, 3), place=BlockPlacement((2, 3), (rank, 0), (4, 3)))
-    turning = mock.patch(f"{Live.__module__}.verl_rewrite", lambda kind: lambda pairs: ((n, t.T) for n, t in pairs))
+    turning = mock.patch(f"{Given.__module__}.verl_rewrite", lambda kind: lambda pairs: ((n, t.T) for n, t in pairs))
     with turning:
         turned = open_source({"w": cut})
     placed: list[tuple[ParameterSource, str]] = [

@@ -18,7 +18,7 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import RolloutError
 from verl_sync_plugin.rollouts import LocalSpec, rollout_of
 from verl_sync_plugin.spmd import SpmdRollout, check_groups, engine_ranks, request_of, settled_config
-from verl_sync_plugin.trainers.live import Live
+from verl_sync_plugin.trainers.script import Given
 
 
 def test_importing_the_package_imports_no_torch(tmp_path: Path) -> None:
@@ -162,4 +162,4 @@ def test_an_argument_that_does_not_fit_is_every_ranks_error(tmp_path: Path) -> N
 )
 def test_what_cannot_be_read_is_refused(source: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        Live({}).take(source)
+        Given({}).take(source)

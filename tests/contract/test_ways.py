@@ -20,7 +20,7 @@ from verl_sync_plugin.layout.tensors import Base, Shard, View
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync import ways
 from verl_sync_plugin.sync.sender import BucketSender, slot_limit
-from verl_sync_plugin.sync.ways import PeersUnreachableError, Sync, Ways, ranks_of
+from verl_sync_plugin.sync.ways import Sync, WayRefusedError, Ways, ranks_of
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed
 
@@ -57,7 +57,7 @@ def test_the_hosts_of_a_group_decide_and_the_log_says_once_how_bytes_travel_and_
     with mock.patch.object(ways, "host_name", lambda: hosts[rank]):
         both.reach.decide(agreement, ranks_of(source.group, rank), "ranks that share out the model")
     shards = [shard_of(("w",), torch.zeros(128), rank % group_size, group_size)]
-    assert both.reach.possible is reads
+    assert both.reach.sharded is reads
     plan = source.plan((shards[0].base,), slot_limit(4096), reads)
     with redirect_stdout(io.StringIO()) as said:
         for _ in range(2):
@@ -96,10 +96,10 @@ def test_all_ranks_or_none(
     plan, seen = plan_buckets((shards[0].base,), 4096, sharded), list[bool]()
     sync = Sync(plan, WorldSource(), shards, SyncReport(), everyone())
     for _ in range(2):
-        seen.append(chosen(way, agreement, sync).in_place)
-        way.in_place.note(Committed(obstacle=answers[rank]), plan)
+        seen.append(chosen(way, agreement, sync) is way.direct)
+        way.direct.note(Committed(obstacle=answers[rank]), plan)
     if seen[-1]:
-        assert way.in_place.known
-        way.fall_back(PeersUnreachableError("injected"))
-        seen.append(chosen(way, agreement, sync).in_place)
+        assert way.direct.known
+        way.fall_back(WayRefusedError("injected"))
+        seen.append(chosen(way, agreement, sync) is way.direct)
     assert seen == found

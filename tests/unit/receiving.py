@@ -112,10 +112,10 @@ class Sender:
         regions.map(region for live in found for region in live.regions)
         for packer, mine, shards in zip(self._packers, self.parameters, self.shards, strict=True):
             packer.begin()
-            packer.read(shards, mine.found)
+            packer.hash_parameters(shards, mine.found)
         load.begin()
         assert not load.obstacle
-        load.load_in_place(lives or found, place, regions)
+        load.load_direct(lives or found, place, regions)
         load.finish()
 
     def compared(self, load: ModelLoad) -> set[str]:

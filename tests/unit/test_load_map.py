@@ -215,7 +215,7 @@ def entry(name: str, numel: int, dtype: str = FP32) -> Entry:
 
 
 ENTRIES = {"a": entry("a", 8), "b": entry("b", 8), "c": entry("c", 8)}
-ALONE = {0: 0, 1: 1, 2: 2}
+BY_TORCH = {0: 0, 1: 1, 2: 2}
 WHOLE, UPPER, LOWER = Box(0, 0, ((8, 1, 1),)), Box(0, 0, ((4, 1, 1),)), Box(4, 0, ((4, 1, 1),))
 
 
@@ -225,15 +225,15 @@ def moved(*moves: tuple[int, Box], dtype: str = FP32, **more: object) -> LoadMap
 
 def test_what_the_ranks_of_an_engine_leave_alone() -> None:
     one, other = moved((0, UPPER), (1, WHOLE)), moved((0, LOWER))
-    assert unused(ENTRIES, ALONE, [one, other]) == [(2, 32, 32)]
-    assert unused(ENTRIES, ALONE, [one]) == [(0, 16, 32), (2, 32, 32)]
+    assert unused(ENTRIES, BY_TORCH, [one, other]) == [(2, 32, 32)]
+    assert unused(ENTRIES, BY_TORCH, [one]) == [(0, 16, 32), (2, 32, 32)]
     by_itself = moved((0, WHOLE), (1, WHOLE), left=(Left(2, "is computed", "", ((0, 6),)),))
-    assert unused(ENTRIES, ALONE, [by_itself]) == [(2, 8, 32)]
+    assert unused(ENTRIES, BY_TORCH, [by_itself]) == [(2, 8, 32)]
     skips = moved((0, WHOLE), (1, WHOLE), skipped=((2, "nobody needs it"),))
-    assert not unused(ENTRIES, ALONE, [skips])
+    assert not unused(ENTRIES, BY_TORCH, [skips])
     tied = moved((0, WHOLE), (1, UPPER))
-    assert unused(ENTRIES, {**ALONE, 2: 0}, [tied]) == [(1, 16, 32)], "what is tied is used together"
-    assert unused(ENTRIES, ALONE, []) == [(0, 32, 32), (1, 32, 32), (2, 32, 32)]
+    assert unused(ENTRIES, {**BY_TORCH, 2: 0}, [tied]) == [(1, 16, 32)], "what is tied is used together"
+    assert unused(ENTRIES, BY_TORCH, []) == [(0, 32, 32), (1, 32, 32), (2, 32, 32)]
 
 
 def test_a_tensor_with_gaps_has_only_its_own_elements() -> None:

@@ -307,7 +307,7 @@ ALWAYS_TIED = (
 EMBEDDING, HEAD = f"{MODEL}.target_modules=[o_proj,embed_tokens]", f"{MODEL}.target_modules=[lm_head]"
 SAVED_HEAD, SAVED = (f"+{PEFT}.modules_to_save=[{each}]" for each in ("lm_head", "embed_tokens"))
 TIED_FACTORS, UNTIE = f"+{PEFT}.ensure_weight_tying=True", f"+{MODEL}.override_config.tie_word_embeddings=False"
-ALONE = (
+BY_TORCH = (
     f"{STRATEGY}=fsdp2: verl shards embedding and head by themselves",
     f"Set {STRATEGY}=fsdp with actor_rollout_ref.actor.fsdp_config.use_orig_params=True",
 )
@@ -320,7 +320,7 @@ ENDS: list[tuple[str, bool, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] 
     *((GEMMA, True, given, (), ()) for given in (  # what leaves it tied
         (), (EMBEDDING, f"{MODEL}.exclude_modules=[embed_tokens]"), (SAVED, TIED_FACTORS))),
     # FSDP2 with an end that is not tied
-    *((LLAMA, tied, (given, *more), refusing, ALONE) for given in (EMBEDDING, HEAD, SAVED)
+    *((LLAMA, tied, (given, *more), refusing, BY_TORCH) for given in (EMBEDDING, HEAD, SAVED)
       for tied, more, refusing in ((False, (), BOTH[1:]), (True, (), ()), (True, (UNTIE,), BOTH[1:]))),
     (LLAMA, False, (SAVED_HEAD,), (), ()),
     (LLAMA, True, (EMBEDDING, TIED_FACTORS), BOTH[1:], ("Leave ensure_weight_tying out",)),
@@ -346,7 +346,7 @@ def test_an_adapted_end(
 
 def test_an_adapted_end_that_is_served_or_of_a_model_on_a_hub(tmp_path: Path) -> None:
     LlamaConfig(**SIZES, architectures=[LLAMA], tie_word_embeddings=False).save_pretrained(tmp_path)
-    assert ALONE[0] in refused(*adapted(f"{MODEL}.path={tmp_path}", EMBEDDING, merge=False))
+    assert BY_TORCH[0] in refused(*adapted(f"{MODEL}.path={tmp_path}", EMBEDDING, merge=False))
     rollout_of(*adapted(f"{MODEL}.path={tmp_path}", EMBEDDING, merge=False, strategy="fsdp"))
     rollout_of(*adapted(f"{MODEL}.path=somebody/on-a-hub", HEAD))
 

@@ -15,7 +15,7 @@ from receiving import BF16, WORLD, Sender, Weights, memory_for
 
 from verl_sync_plugin.copies.copier import Copier
 from verl_sync_plugin.transport import memory
-from verl_sync_plugin.transport.memory import NotInPlaceError, Regions
+from verl_sync_plugin.transport.memory import NotDirectError, Regions
 
 FP32 = torch.float32
 ROWS, COLUMNS = 24, 40
@@ -98,7 +98,7 @@ def test_says_where_parameters_lie_or_why_they_cannot_be_read_there(tmp_path: Pa
         "is merged with its adapter": replace(mine, merge=lambda part, begin: part),
         "is torch.float64 and travels as bfloat16": replace(mine, run=run.double(), local=run.double),
     }.items():
-        with pytest.raises(NotInPlaceError, match=f"'whole'.*{why}"):
+        with pytest.raises(NotDirectError, match=f"'whole'.*{why}"):
             parameters.look([spoiled])
 
 

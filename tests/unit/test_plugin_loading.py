@@ -188,7 +188,7 @@ TAKEN_LATER = """
         print("ended:", type(error).__name__, error)
 """
 # What torch.distributed and verl's worker need of a process of one rank
-ALONE = {
+BY_TORCH = {
     "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "RAY_LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
     "VERL_PLATFORM": "cpu",
 }  # fmt: skip
@@ -221,7 +221,7 @@ def test_an_engine_that_is_not_ours_is_named_and_not_the_strategy(
     output = said(
         tmp_path,
         textwrap.dedent(TAKEN_LATER).format(strategies=strategies, vendor=vendor, model=tiny_model("qwen2")),
-        **{**ALONE, "MASTER_PORT": str(free_port()), **environment},
+        **{**BY_TORCH, "MASTER_PORT": str(free_port()), **environment},
     )
     lines = [line for line in output.splitlines() if line.startswith("ended: ")]
     assert len(lines) == 1 and re.search(f"^ended: RegistryConflictError .*{what}", lines[0]), output

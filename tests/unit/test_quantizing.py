@@ -206,7 +206,7 @@ def test_an_engine_rank_quantizes_what_it_reads_in_place(
                 begin, end = each.edges[name][each.group.rank :][:2]
                 each.runs[name].copy_(drawn.view(-1)[begin:end])
         shards = [source.shards() for source in sources]
-        assert all(source.in_place for source in sources)
+        assert all(source.direct for source in sources)
         found = [mine.look(some) for mine, some in zip(parameters, shards, strict=True)]
         prepare(sources, every)
         sums = list[Tensors]()
@@ -219,13 +219,13 @@ def test_an_engine_rank_quantizes_what_it_reads_in_place(
             for packer, mine, some in zip(packers, parameters, shards, strict=True):
                 packer.begin()
                 if not packs:
-                    packer.read(some, mine.found)
+                    packer.hash_parameters(some, mine.found)
             for index in range(len(plan.buckets) if packs else 0):
                 for packer, slot, some in zip(packers, slots, shards, strict=True):
                     packer.pack(index, slot, some)
                 load.load(index, slots)
             if not packs:
-                load.load_in_place(found, 1, Mapped())  # type: ignore[arg-type]
+                load.load_direct(found, 1, Mapped())  # type: ignore[arg-type]
             load.finish()
             sums.append({"packed": torch.stack([packer.sums() for packer in packers]).sum(0)})
             sums[-1] |= {

@@ -8,7 +8,8 @@ import gc
 import pytest
 import torch
 
-from verl_sync_plugin.memory import (
+from verl_sync_plugin.rollouts import rollout_of
+from verl_sync_plugin.room import (
     FIRST,
     LEARNING_SYNCS,
     REST,
@@ -19,7 +20,6 @@ from verl_sync_plugin.memory import (
     read_device,
     release_cache,
 )
-from verl_sync_plugin.rollouts import rollout_of
 
 GIB = 1 << 30
 H200 = 141 * GIB

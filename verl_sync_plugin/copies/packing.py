@@ -20,8 +20,8 @@ from verl_sync_plugin.layout.tensors import Bucket, Fill, Hull, Plan, Shard, Sli
 
 # How a shard is read: by the kernel as it is, by the kernel cast from fp32 to bf16, by torch, or by its own ``fill``,
 # which also reads it in place
-AS_IS, CAST, ALONE, QUANTIZED = range(4)
-_NOT_IN_TABLES = (ALONE, QUANTIZED)
+AS_IS, CAST, BY_TORCH, QUANTIZED = range(4)
+_NOT_IN_TABLES = (BY_TORCH, QUANTIZED)
 # Elements that are moved to the device or merged at a time, but for a short rest, which goes with those before it; in
 # fp32 a whole bucket of them would take twice its size
 MERGE_CHUNK = 1 << 24
@@ -81,13 +81,13 @@ class Found:
 
     def _kind(self, shard: Shard, run: torch.Tensor | None) -> int:
         if run is None or run.device != self._device or not run.is_contiguous() or run.data_ptr() % 16:
-            return ALONE
+            return BY_TORCH
         if shard.fill is not None:
-            return QUANTIZED if run.dtype in (torch.bfloat16, torch.float32) else ALONE
+            return QUANTIZED if run.dtype in (torch.bfloat16, torch.float32) else BY_TORCH
         wire = getattr(torch, shard.base.dtype)
         if run.dtype == wire:
             return AS_IS
-        return CAST if (run.dtype, wire) == (torch.float32, torch.bfloat16) else ALONE
+        return CAST if (run.dtype, wire) == (torch.float32, torch.bfloat16) else BY_TORCH
 
 
 class PackTable:
@@ -222,7 +222,7 @@ class Packer:
         pack_slices(segment, table.alone, shards)
         table.run(memory.data_ptr() - origin, self._sums, self._flags)
 
-    def read(self, shards: list[Shard], found: Found) -> None:
+    def hash_parameters(self, shards: list[Shard], found: Found) -> None:
         """Hashes and checks everything where it lies, for engine ranks that read it there; may return early.
 
         Args:

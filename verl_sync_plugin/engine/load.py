@@ -325,7 +325,7 @@ class ModelLoad:
         whole = (self._names[number] for number in self._whole)
         return next((f"{name} is in fp8 and tied" for name in whole if self._entries[name].dtype == FP8), "")
 
-    def load_in_place(self, lives: Sequence[Live], place: int, regions: Regions) -> None:
+    def load_direct(self, lives: Sequence[Live], place: int, regions: Regions) -> None:
         """Loads everything from where the trainer ranks hold it; copies may still run when it returns.
 
         Args:

@@ -66,7 +66,7 @@ class ReceiverSession:
         hello = _expect(Hello, channel.receive(together_seconds(wait)))
         self._reserved = _reserved_bytes()
         if hello.live:
-            self._run_in_place(hello, channel, wait)
+            self._run_direct(hello, channel, wait)
         else:
             self._run_staged(hello, channel, wait)
 
@@ -97,16 +97,16 @@ class ReceiverSession:
         nbytes = manifest.segments[load.bucket]
         return [slot.narrow(0, 0, nbytes) for slot in slots]
 
-    def _run_in_place(self, hello: Hello, channel: Channel, wait: float) -> None:
+    def _run_direct(self, hello: Hello, channel: Channel, wait: float) -> None:
         """The trainer ranks keep their parameters as they are until all engine ranks have said ``Loaded``."""
-        load = self._meet_in_place(hello, channel, wait)
+        load = self._meet_direct(hello, channel, wait)
         if load is None:
             return
         running = Running(channel, load.device)
         message = _expect(Load, running.receive(wait))
         try:
             with running.loading(message.bucket):
-                load.load_in_place(self._lives, hello.place, self._regions)
+                load.load_direct(self._lives, hello.place, self._regions)
         except BaseException:
             _wait_for(load.device)  # the trainer goes on when it hears of this
             raise
@@ -115,14 +115,14 @@ class ReceiverSession:
         self._stagings = {}
         self._commit(commit, hello, channel)
 
-    def _meet_in_place(self, hello: Hello, channel: Channel, wait: float) -> ModelLoad | None:
+    def _meet_direct(self, hello: Hello, channel: Channel, wait: float) -> ModelLoad | None:
         """Ready to read in place, or ``None``, and then the trainer knows why not."""
         load, obstacle = self._load if hello.digest == self._digest else None, "the engine does not know the plan"
         if load is not None:
             load.begin()
             obstacle = load.obstacle
         known = tuple(live.key for live in self._lives) == hello.live
-        channel.send(Ready(obstacle, needs_details=not (known or obstacle)))
+        channel.send(Ready(refusal=obstacle, needs_details=not (known or obstacle)))
         if obstacle or known:
             return None if obstacle else load
         self._lives = ()
@@ -132,7 +132,7 @@ class ReceiverSession:
         except (RuntimeError, OSError) as error:
             self._maps = False
             self._forget_lives()
-            channel.send(Ready(unreachable=f"{type(error).__name__}: {error}"))
+            channel.send(Ready(refusal=f"{type(error).__name__}: {error}"))
             return None
         self._lives = lives
         channel.send(Ready())
@@ -213,7 +213,7 @@ class ReceiverSession:
             except (RuntimeError, OSError) as error:
                 for unopened in (each for each in hello.stagings if each.key not in self._stagings):
                     decline_staging(unopened)
-                channel.send(Ready(unreachable=f"{type(error).__name__}: {error}"))
+                channel.send(Ready(refusal=f"{type(error).__name__}: {error}"))
                 return False
         return True
 

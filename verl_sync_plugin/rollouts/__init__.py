@@ -19,7 +19,7 @@ from verl_sync_plugin.config.settings import SyncConfig
 if TYPE_CHECKING:
     import torch
 
-    from verl_sync_plugin.memory import Estimate
+    from verl_sync_plugin.room import Estimate
 
 LOCAL = "sglang"  # the engine of scripts, see ``spmd.py``
 ROLLOUTS = {"sglang": "verl_sync_plugin.rollouts.sglang"}  # modules by verl's ``rollout.name``

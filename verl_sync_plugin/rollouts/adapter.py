@@ -31,10 +31,10 @@ from verl_sync_plugin.config.settings import (
 )
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.log import say, say_unused
-from verl_sync_plugin.memory import FIRST, REST, Room, growth, note_device_memory, read_device, release_cache
 from verl_sync_plugin.report import SyncReport, say_who_moves
 from verl_sync_plugin.rollouts import Rollout
 from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS
+from verl_sync_plugin.room import FIRST, REST, Room, growth, note_device_memory, read_device, release_cache
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sync.endpoint import Call, RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager

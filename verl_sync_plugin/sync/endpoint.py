@@ -22,7 +22,7 @@ from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.log import say
 from verl_sync_plugin.report import SyncReport, write_report
 from verl_sync_plugin.sync.sender import BucketSender
-from verl_sync_plugin.sync.ways import PeersUnreachableError
+from verl_sync_plugin.sync.ways import WayRefusedError
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.channel import Channel, Listener
 from verl_sync_plugin.transport.protocol import LoadRequest, Ready
@@ -184,11 +184,11 @@ class MeetingPoint:
         """Waits for the engine rank in rounds, so that one rank's failure ends the wait of all, and greets it on the
         channel that the sender has adopted; collective. Returns the result of ``greet``, an empty one where this rank
         has no engine rank. Raises SyncError where any rank's engine rank did not come, or failed, and
-        PeersUnreachableError where one cannot read other trainer ranks' memory; nothing was loaded then."""
+        WayRefusedError where one cannot read other trainer ranks' memory; nothing was loaded then."""
         seconds, name = self._seconds, self._endpoint.name
         deadline, greeting = time.monotonic() + seconds, Ready()
         missing = bool(self._endpoint.ranks)  # the engine rank, where this rank has one
-        waiting, again, unreachable = 1, False, 0
+        waiting, again, refused = 1, False, 0
         while waiting:
             with self._agreement.attempt():
                 if missing and not self._agreement.failed and (channel := self._accept()) is not None:
@@ -202,12 +202,12 @@ class MeetingPoint:
                     raise TimeoutError(
                         f"the engine did not connect within {KEY_PREFIX}.timeout_seconds={seconds:g}; see {name}'s log"
                     )
-            votes = [int(missing), int(bool(greeting.unreachable))]
-            waiting, unreachable = self._agreement.vote("connecting to the engine", votes).tolist()
+            votes = [int(missing), int(bool(greeting.refusal))]
+            waiting, refused = self._agreement.vote("connecting to the engine", votes).tolist()
             again = True
-        if unreachable:
-            texts = self._agreement.gather("asking why memory is out of reach", greeting.unreachable)
-            raise PeersUnreachableError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
+        if refused:
+            texts = self._agreement.gather("asking why the way is refused", greeting.refusal)
+            raise WayRefusedError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
         with self._agreement.attempt():
             if self._endpoint.leader:
                 self._endpoint.flush_behind_load()

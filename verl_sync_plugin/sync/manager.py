@@ -19,12 +19,12 @@ from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.load_map import LoadMap
 from verl_sync_plugin.layout.tensors import Plan, Shard
 from verl_sync_plugin.log import say
-from verl_sync_plugin.memory import measured, no_collection, note_device_memory
 from verl_sync_plugin.report import SyncReport, progress
-from verl_sync_plugin.sync.adapter import AdapterSender
+from verl_sync_plugin.room import measured, no_collection, note_device_memory
 from verl_sync_plugin.sync.endpoint import MeetingPoint, RolloutEndpoint
+from verl_sync_plugin.sync.lora import AdapterSender
 from verl_sync_plugin.sync.sender import BucketSender, slot_limit
-from verl_sync_plugin.sync.ways import PeersUnreachableError, Sync, Way, Ways, ranks_of
+from verl_sync_plugin.sync.ways import Sync, Way, WayRefusedError, Ways, ranks_of
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.trainers.fp8 import QuantizingSource
 from verl_sync_plugin.transport.agreement import Agreement
@@ -173,7 +173,7 @@ class ShardingManager(BaseShardingManager):
                     await self._sync(wake_tags, global_steps)
                     done = True
                 # Both are known before anything is loaded; the sync runs once more
-                except PeersUnreachableError as error:
+                except WayRefusedError as error:
                     await self.meeting.leave()
                     self.ways.fall_back(error)
                 except OtherDtypesError:
@@ -206,7 +206,7 @@ class ShardingManager(BaseShardingManager):
                     self.meeting.ask()
                 with stage("connect"):
                     known = self.comparison.map.digest if self.comparison.map is not None else ""
-                    tells = not (self.comparison.knows(sync.plan) or way.in_place)
+                    tells = not (self.comparison.knows(sync.plan) or way is self.ways.direct)
                     greeting = await self.meeting.meet(partial(way.greet, sync, tells, known))
                     if wake_tags:
                         with self.agreement.attempt():
@@ -230,7 +230,7 @@ class ShardingManager(BaseShardingManager):
             self.source = agreement.step("opening the trainer", self.open_source)
         source = self.source = self.source.agree_on_layout(agreement)
         shards: list[Shard] = []
-        if reach.possible is None:
+        if reach.sharded is None:
             shards = agreement.step("reading the shards", source.shards)  # it knows its group from then on
             reach.decide(agreement, ranks_of(source.group, rank), "ranks that share out the model")
         sync: Sync | None = None
@@ -249,7 +249,7 @@ class ShardingManager(BaseShardingManager):
 
     def make_plan(self, source: ParameterSource, shards: list[Shard]) -> Plan:
         """Plans all shards of this rank; keeps the plan as long as the trainer's layout stays. Not collective."""
-        bases, sharded = tuple(shard.base for shard in shards), bool(self.ways.reach.possible)
+        bases, sharded = tuple(shard.base for shard in shards), bool(self.ways.reach.sharded)
         if self.planned is None or self.planned.bases != bases or self.planned.sharded != sharded:
             self.planned = source.plan(bases, slot_limit(self._bucket_bytes), sharded)
         return self.planned
@@ -361,9 +361,9 @@ class ShardingManager(BaseShardingManager):
     def _committed(self, sync: Sync, way: Way) -> Committed | None:
         """Has the engine rank commit; ``None`` where this rank has none."""
         committed = self.sender.commit(not sync.keeps_staging) if self.endpoint.ranks else None
-        self.ways.in_place.note(committed, sync.plan)
+        self.ways.direct.note(committed, sync.plan)
         if committed is not None:
-            sync.report.note(committed, sync.plan, way.in_place)
+            sync.report.note(committed, sync.plan, way is self.ways.direct)
             if committed.held is not None:
                 refuse_changed(committed.held.changed)
         return committed

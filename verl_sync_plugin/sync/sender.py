@@ -103,13 +103,13 @@ class BucketSender:
         if self._staging is not None and self.device.type == "cuda":
             torch.cuda.ipc_collect()
 
-    def read(self, shards: list[Shard], found: Found) -> None:
+    def hash_parameters(self, shards: list[Shard], found: Found) -> None:
         """Waits for what the trainer still has to do on the device, then starts to hash and check all parameters where
         they lie. Raises TimeoutError where the device is busy for longer than the bound."""
         assert self._packer is not None, "begin() comes first"
         self._mark(0)
         self.drain(0)
-        self._packer.read(shards, found)
+        self._packer.hash_parameters(shards, found)
 
     def pack(self, index: int, slot: int, shards: list[Shard]) -> None:
         """Copies this rank's runs of a bucket into its segment of the slot, cast to the wire dtype on the way; copies
@@ -188,14 +188,14 @@ class BucketSender:
 
     def greet(self, hello: Hello, plan: Plan, lives: tuple[Live, ...] = ()) -> Ready:
         """Opens a sync on the adopted channel with the first word, of which the engine rank may lack ``plan`` or
-        ``lives``. Returns its answer; with ``unreachable`` the sync is over. Raises ChannelClosedError or
+        ``lives``. Returns its answer; with ``refusal`` the sync is over. Raises ChannelClosedError or
         ChannelTimeoutError where it is gone or silent, EngineFailedError where it refused."""
         channel = self._open_channel()
         channel.send(hello)
         ready = self._expect(Ready)
         if ready.needs_details:
             channel.send(replace(hello, lives=lives) if hello.live else replace(hello, manifest=Manifest.of(plan)))
-        if not ready.unreachable and (hello.tells or (hello.live and ready.needs_details)):
+        if not ready.refusal and (hello.tells or (hello.live and ready.needs_details)):
             ready = self._expect(Ready)
         return ready
 

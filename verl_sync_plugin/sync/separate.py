@@ -16,8 +16,8 @@ import torch
 
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.tensors import Shard
-from verl_sync_plugin.sync.adapter import deliver
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
+from verl_sync_plugin.sync.lora import deliver
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.ways import Sync, Way, ranks_of
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend

@@ -21,7 +21,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 import torch.distributed as dist
 
@@ -35,15 +34,15 @@ from verl_sync_plugin.sync.sender import SLOTS, BucketSender
 from verl_sync_plugin.trainers.base import ParameterSource, name_culprit
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.joint import JointRanks
-from verl_sync_plugin.transport.memory import Live, LiveParameters, NotInPlaceError, StagingExport
+from verl_sync_plugin.transport.memory import Live, LiveParameters, NotDirectError, StagingExport
 from verl_sync_plugin.transport.protocol import ALL, Committed, Hello, Ready
 
 AHEAD = SLOTS - 1  # buckets between the one handed over and the last one that every engine rank has surely read
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class PeersUnreachableError(RuntimeError):
-    """An engine rank cannot read the memory of other trainer ranks; the same text on every rank."""
+class WayRefusedError(RuntimeError):
+    """An engine rank cannot follow the chosen way, say because it cannot map memory; the same text on every rank."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,24 +77,24 @@ class Reach:
     """Knows which memory engine ranks can map: that of the ranks of their host.
 
     Attributes:
-        possible: engine ranks read segments from several ranks, so plans are sharded; ``None`` until it is decided.
+        sharded: engine ranks read segments from several ranks, so plans are sharded; ``None`` until it is decided.
         why: why not.
         hosts: of all ranks; empty where nobody has asked.
     """
 
     def __init__(self) -> None:
-        self.possible: bool | None = None
+        self.sharded: bool | None = None
         self.hosts: tuple[str, ...] = ()
         self.why = "no ranks share out the model"
 
     def decide(self, agreement: Agreement, sharing: tuple[int, ...], who: str) -> None:
         """Collective, once. ``sharing``: the ranks of which this rank's engine rank would read segments, which is one
         that holds everything where there are no others; ``who``: what they are called in messages."""
-        self.possible = False
+        self.sharded = False
         if len(sharing) > 1:
             everywhere = agreement.gather("finding out which ranks share a host", (host_name(), sharing))
             self.hosts = tuple(host for host, _ in everywhere)
-            self.possible = all(len({self.hosts[rank] for rank in ranks}) == 1 for _, ranks in everywhere)
+            self.sharded = all(len({self.hosts[rank] for rank in ranks}) == 1 for _, ranks in everywhere)
             self.why = f"{who} are on several hosts"
 
     def elsewhere(self, ranks: tuple[int, ...], rank: int) -> int:
@@ -109,7 +108,6 @@ class Way(ABC):
     ``Ways``, and its ``reach``."""
 
     name: str
-    in_place: ClassVar[bool] = False
     _sources: tuple[int, ...] = ()  # the ranks whose memory this rank's engine rank reads
     _stagings: tuple[StagingExport, ...] = ()  # where their slots are
     _lives: tuple[Live, ...] = ()  # or their parameters
@@ -148,7 +146,7 @@ class Way(ABC):
         collective."""
 
     @abstractmethod
-    def fall_back(self, error: PeersUnreachableError) -> None:
+    def fall_back(self, error: WayRefusedError) -> None:
         """Has the next sync take another way."""
 
     def _load(self, sync: Sync, index: int, slot: int) -> None:
@@ -194,7 +192,7 @@ class Way(ABC):
         )
 
 
-class InPlace(Way):
+class Direct(Way):
     """Engine ranks read parameters where they lie, all at once: one launch of the copy kernel each.
 
     Only where an engine rank has said that its load map covers everything, every trainer rank can tell where its
@@ -208,7 +206,6 @@ class InPlace(Way):
     """
 
     name = "direct"
-    in_place = True
     wanted = True
 
     why = "the engine has not yet said that it can"
@@ -217,12 +214,11 @@ class InPlace(Way):
     _parameters: LiveParameters | None = None
     _live: Live | None = None
 
-    def possible(self, sync: Sync) -> bool:
-        """True if nothing speaks against it on this rank. Not collective.
+    def start(self, sync: Sync) -> bool:
+        """Looks where the parameters are; returns False where this rank has to stage them. Not collective.
 
-        Looks where the parameters are. If they can be read there, waits until they are final and starts to hash and
-        check them: as early as possible, so that it is done before the engine needs the device. If they are staged
-        after all, packing does so again.
+        Else waits until they are final and starts to hash and check them: as early as possible, so that it is done
+        before the engine needs the device. If they are staged after all, packing does so again.
         """
         if not self.wanted or self._ready != sync.plan.digest:
             return False
@@ -230,13 +226,13 @@ class InPlace(Way):
             return True
         try:
             if (self._separate or len(sync.senders) > 1) and not sync.plan.sharded:
-                raise NotInPlaceError(self._reach.why)
-            if not sync.source.in_place:
-                raise NotInPlaceError("weights are made on the way")
+                raise NotDirectError(self._reach.why)
+            if not sync.source.direct:
+                raise NotDirectError("weights are made on the way")
             if self._parameters is None or self._parameters.plan is not sync.plan:
                 self._parameters = LiveParameters(self._sender.device, sync.plan, sync.rank)
             self._live = self._parameters.look(sync.shards)
-        except NotInPlaceError as error:  # for the rest of the run
+        except NotDirectError as error:  # for the rest of the run
             self.forgo(str(error))
             say(f"parameters are staged, not read where they lie: {error}")
             return False
@@ -246,17 +242,17 @@ class InPlace(Way):
 
     def _read(self, sync: Sync, found: Found) -> None:
         self._sender.begin(sync.plan, sync.rank)
-        self._sender.read(sync.shards, found)
+        self._sender.hash_parameters(sync.shards, found)
 
     def fill(self, sync: Sync) -> None:
-        """Finds the scales of what engine ranks quantize."""
+        """Finds the scales of what engine ranks quantize, and hashes what they are to make of it."""
         if not self._packs or not sync.source.prepares:
             return
         what = "finding the scales"
         with self._agreement.attempt() if self._separate else nullcontext():
             self._prepare(sync, tuple(range(len(sync.plan.bases))), (), what)
         with self._agreement.attempt():
-            assert self._parameters is not None, "possible"
+            assert self._parameters is not None, "started"
             self._read(sync, self._parameters.found)
         if not self._separate:  # others hear there of a rank that failed in between
             self._agreement.settle(what)
@@ -276,7 +272,7 @@ class InPlace(Way):
         everywhere = self._agreement.gather("telling where parameters lie", self._live)
         lives = [everywhere[rank] for rank in sync.senders]
         self._lives, self._sources = tuple(live for live in lives if live is not None), sync.senders
-        assert len(self._lives) == len(lives), "possible on all ranks"
+        assert len(self._lives) == len(lives), "started on all ranks"
         self.known = self._live.key if self._live is not None else ""
 
     def run(self, sync: Sync) -> None:
@@ -298,7 +294,7 @@ class InPlace(Way):
         failed to commit; if they heard of it again, they would open an export for the second time."""
         self._sender.unstage()
 
-    def fall_back(self, error: PeersUnreachableError) -> None:
+    def fall_back(self, error: WayRefusedError) -> None:
         """Until the engine ranks say again that they can, parameters are staged."""
         self._ready = ""
         say(f"an engine rank cannot read parameters where they lie ({error}); they are staged instead")
@@ -447,9 +443,9 @@ class Staged(Way):
             self._sender.unstage()
             self._plan = None
 
-    def fall_back(self, error: PeersUnreachableError) -> None:
+    def fall_back(self, error: WayRefusedError) -> None:
         say(f"an engine rank cannot read other ranks' memory ({error}); buckets are broadcast instead")
-        self._reach.possible, self._reach.why = False, str(error)
+        self._reach.sharded, self._reach.why = False, str(error)
 
 
 class Ways:
@@ -471,38 +467,38 @@ class Ways:
     ) -> None:
         self._agreement, self.reach = agreement, Reach()
         shared = agreement, sender, own or agreement, self.reach
-        self.in_place, self.staged = InPlace(*shared), Staged(*shared)
+        self.direct, self.staged = Direct(*shared), Staged(*shared)
         if config.delivery == "staged":
-            self.in_place.forgo(f"{KEY_PREFIX}.delivery=staged")
+            self.direct.forgo(f"{KEY_PREFIX}.delivery=staged")
         self._said = ""
         self._chosen: Way = self.staged
 
     def votes(self, sync: Sync) -> list[int]:
         """Returns this rank's votes on the ways, to be added up over all ranks for ``take``. Not collective."""
-        impossible = not self.in_place.possible(sync)
-        moved = not impossible and self.in_place.moved
-        return [int(each) for each in (impossible, not self.in_place.wanted, moved, self.staged.unready(sync))]
+        impossible = not self.direct.start(sync)
+        moved = not impossible and self.direct.moved
+        return [int(each) for each in (impossible, not self.direct.wanted, moved, self.staged.unready(sync))]
 
     def take(self, sync: Sync, votes: Sequence[int]) -> Way:
         """Collective: the way of this sync, ready to ``fill``; ``votes`` are those of all ranks, added up."""
         impossible, permanent, moved, unready = map(bool, votes)
         if permanent:
-            self.in_place.forgo("another rank cannot, and says why")
+            self.direct.forgo("another rank cannot, and says why")
         if impossible:
             if unready:
                 self.staged.stage(sync)
         elif moved:
-            self.in_place.tell(sync)
-        self._chosen = self.staged if impossible else self.in_place
+            self.direct.tell(sync)
+        self._chosen = self.staged if impossible else self.direct
         if self._chosen.name != self._said and self._agreement.ranks.rank == 0:
-            why = [] if not impossible else [f"not direct: {self.in_place.why}"]
+            why = [] if not impossible else [f"not direct: {self.direct.why}"]
             if self._chosen.name == "broadcast":
                 why.append(f"not staged alone: {self.reach.why}")
             say(f"delivery is {self._chosen.name}" + (f" ({'; '.join(why)})" if why else ""))
         self._said = self._chosen.name
         return self._chosen
 
-    def fall_back(self, error: PeersUnreachableError) -> None:
+    def fall_back(self, error: WayRefusedError) -> None:
         """The way chosen last was out of reach: the next sync takes another one."""
         self._chosen.fall_back(error)
 

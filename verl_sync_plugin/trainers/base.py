@@ -47,7 +47,7 @@ class ParameterSource(ABC):
         return type(self).prepare is not ParameterSource.prepare
 
     @property
-    def in_place(self) -> bool:
+    def direct(self) -> bool:
         """True if shards may be read where they lie, after ``prepare``."""
         return not self.prepares
 

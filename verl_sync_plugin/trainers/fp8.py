@@ -136,8 +136,8 @@ class QuantizingSource(ParameterSource):
         self._tables: dict[object, QuantizeTable] = {}
 
     @property
-    def in_place(self) -> bool:
-        return self._kernel and self._dtype == torch.bfloat16 and self._inner.in_place
+    def direct(self) -> bool:
+        return self._kernel and self._dtype == torch.bfloat16 and self._inner.direct
 
     def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
         self._inner = self._inner.agree_on_layout(agreement)

@@ -5,8 +5,9 @@ Staging memory is exported once per reader and kept. A parameter lives as long a
 lies in is exported once and mapped once, and nobody is counted. What moved is exported again, and the engine unmaps
 what is no longer named.
 
-Hazard: the driver lets go of an allocation that its owner has freed only when it is unmapped here as well. Only memory
-of parameters is exported, which the trainer keeps on the device; ``sync/ways.py`` looks every time.
+Hazard: the driver lets go of an allocation that its owner has freed only when it is unmapped here as well. So of a
+model only parameters are exported, which the trainer keeps on the device, and scales; ``LiveParameters`` looks in
+every sync.
 
 On a GPU staging memory is one allocation, exported by torch's CUDA IPC and sliced by offset. Hazards:
 - Memory of PyTorch's expandable segments and of SGLang's memory saver cannot be exported. verl turns expandable
@@ -40,7 +41,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_sync_plugin.copies.packing import ALONE, Found, segment_of
+from verl_sync_plugin.copies.packing import BY_TORCH, Found, segment_of
 from verl_sync_plugin.layout.tensors import Bucket, Plan, Shard
 
 HANDLE_BYTES = 64
@@ -327,7 +328,7 @@ class SharedFileExporter:
         return Region("shared_file", name, storage.nbytes(), (name,))
 
 
-class NotInPlaceError(RuntimeError):
+class NotDirectError(RuntimeError):
     """A parameter cannot be read where it lies; the text says which and why."""
 
 
@@ -355,15 +356,15 @@ class LiveParameters:
         self._live: Live | None = None
 
     def look(self, shards: Sequence[Shard]) -> Live:
-        """Looks where all parameters of the plan are now. Raises NotInPlaceError where one is merged, on the host, of a
+        """Looks where all parameters of the plan are now. Raises NotDirectError where one is merged, on the host, of a
         dtype that has to be cast otherwise than from fp32 to bf16, or in memory that cannot be shared."""
         moved = self.found.look(shards)
         if not moved and self._live is not None and self._same():
             return self._live
         self._live = None
         for base, kind in self.found.kinds.items():
-            if kind == ALONE:
-                raise NotInPlaceError(f"{shards[base].base.key!r} {_why(shards[base], self._device)}")
+            if kind == BY_TORCH:
+                raise NotDirectError(f"{shards[base].base.key!r} {_why(shards[base], self._device)}")
         self._live = self._tell(shards)
         return self._live
 
@@ -381,13 +382,13 @@ class LiveParameters:
             try:
                 places[base] = self._exporter.find(run)
             except RuntimeError as error:
-                raise NotInPlaceError(f"{shards[base].base.key!r}: {error}") from error
+                raise NotDirectError(f"{shards[base].base.key!r}: {error}") from error
         self._allocations = tuple(dict.fromkeys(allocation for allocation, _ in places.values()))
         try:
             regions: list[Region] = [self._exporter.export(allocation) for allocation in self._allocations]
             self._identities = self._exporter.identities(self._allocations)
         except RuntimeError as error:
-            raise NotInPlaceError(f"memory of parameters cannot be shared: {error}") from error
+            raise NotDirectError(f"memory of parameters cannot be shared: {error}") from error
         number = {allocation: index for index, allocation in enumerate(self._allocations)}
         grows = {
             base: dtype.itemsize // self.plan.bases[base].itemsize

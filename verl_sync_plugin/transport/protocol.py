@@ -6,15 +6,15 @@
     LoadRequest (through a request of the engine's own)
                                     <---  connects to its trainer rank's address
     Hello(digest, staging)          --->
-                                    <---  Ready(needs_details), or Ready(unreachable) and the sync is over
+                                    <---  Ready(needs_details), or Ready(refusal) and the sync is over
     Hello once more, with manifest  --->  (if needed) finds out what its model does with the tensors, if that is new
                                     <---  Ready(map; if asked for), and the sync is over if the trainer plans again
     per bucket: Load(bucket, slot)  --->  loads, waits until its copies are done
                                     <---  Loaded(bucket) or Failed(text)
     or, where parameters are read where they lie (Hello(live) instead of staging):
-                                    <---  Ready(needs_details), or Ready(unreachable) and the sync is over
+                                    <---  Ready(needs_details), or Ready(refusal) and the sync is over
     Hello once more, with lives     --->  (if needed)
-                                    <---  Ready, or Ready(unreachable) and the sync is over
+                                    <---  Ready, or Ready(refusal) and the sync is over
     Load(ALL)                       --->  the same with everything at once
     Commit                          --->  lets go of staging memory if asked for
                                     <---  Committed(sums, what is held if asked for, map if it is new) or Failed(text)
@@ -116,12 +116,12 @@ class Ready:
     """Answers ``Hello``, and what it has the engine rank find out.
 
     Attributes:
-        unreachable: why the memory of trainer ranks cannot be read here in this way; then nothing follows.
+        refusal: why this engine rank cannot follow the chosen way; then nothing follows.
         needs_details: say ``Hello`` once more, with the manifest or with what ``live`` names.
         map: what the model does with the tensors, if that was asked for.
     """
 
-    unreachable: str = ""
+    refusal: str = ""
     needs_details: bool = False
     map: LoadMap | None = None
 

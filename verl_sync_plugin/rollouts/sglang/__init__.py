@@ -49,9 +49,9 @@ from verl_sync_plugin.rollouts.sglang.refusals import (  # noqa: F401  (some are
 if TYPE_CHECKING:
     import torch
 
-    from verl_sync_plugin.memory import Estimate
     from verl_sync_plugin.rollouts import Rollout
     from verl_sync_plugin.rollouts import sglang as this
+    from verl_sync_plugin.room import Estimate
 
 ENGINE = "SGLang"
 ADAPTER = "verl_sync_plugin.rollouts.sglang.adapter.SyncServerAdapter"

@@ -24,9 +24,9 @@ import torch
 
 from verl_sync_plugin.engine.session import ReceiverSession
 from verl_sync_plugin.log import say
-from verl_sync_plugin.memory import no_collection
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.rollouts.sglang.request import TOKEN_VARIABLE
+from verl_sync_plugin.room import no_collection
 from verl_sync_plugin.transport.channel import (
     BadMessageError,
     Channel,

@@ -21,14 +21,14 @@ from verl_sync_plugin.trainers.fsdp2 import StateDictSource
 from verl_sync_plugin.trainers.naming import Naming, checkpoint_rewrite, unsaved_of, verl_rewrite
 from verl_sync_plugin.trainers.placed import PlacedSource, ShardSpecTrainer, simple, state_boxes
 
-LiveSource = torch.nn.Module | Mapping[str, torch.Tensor]
+Trained = torch.nn.Module | Mapping[str, torch.Tensor]
 STATE_DICT = "state dict"
 # With DTensors of other placements than FSDP2's
 PLACED_STATE_DICT, PLACED = "placed state dict", "placed module"
 KINDS = "an FSDP2, FSDP1, DDP or plain module of transformers, a state dict, or one of verl's training engines"
 
 
-class Live:
+class Given:
     """Holds what the next sync reads, in the place of verl's training engine; ``config`` is that of the served model,
     as in ``config.json``. ``source`` is what the script gave last, and ``kind`` its kind: a strategy of verl's
     (``fsdp2`` for DDP and plain modules, too), or one of the names above."""
@@ -54,7 +54,7 @@ class Live:
 
 
 def kind_of(source: Any) -> str:
-    """The kind of what a script trains; see ``Live`` for the kinds and ``Live.take`` for the errors."""
+    """The kind of what a script trains; see ``Given`` for the kinds and ``Given.take`` for the errors."""
     strategy = getattr(getattr(source, "engine_config", None), "strategy", None)
     if strategy is not None:
         if strategy not in TRAINERS and not hasattr(source, "get_per_tensor_param_shard"):
@@ -90,23 +90,23 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return getattr(module, "_fsdp_wrapped_module", module)
 
 
-class LiveTrainer(TrainerBackend):
-    """Opens ``Live`` with the backend of verl's engine that would hold it. Adapters of PEFT are merged on their way."""
+class ScriptTrainer(TrainerBackend):
+    """Opens ``Given`` with the backend of the engine of verl that would hold it. Merges adapters of PEFT."""
 
-    engine: Live
+    engine: Given
     _inner: TrainerBackend | None = None
 
     def open_source(self) -> ParameterSource:
-        live, self._inner = self.engine, None
-        if isinstance(live.source, Mapping):
-            tied = frozenset(("lm_head.weight",) if live.config.get("tie_word_embeddings") else ())
-            given = partial(getattr, live, "source")
-            naming = Naming(self.policy, verl_rewrite(live.config.get("model_type")), unsaved=tied)
-            if live.kind == STATE_DICT:
-                return StateDictSource(given, naming)
-            return PlacedSource(lambda: state_boxes(given(), naming), self.policy)
-        if live.kind == PLACED:
-            model = unwrapped(live.source)
+        given, self._inner = self.engine, None
+        if isinstance(given.source, Mapping):
+            tied = frozenset(("lm_head.weight",) if given.config.get("tie_word_embeddings") else ())
+            read = partial(getattr, given, "source")
+            naming = Naming(self.policy, verl_rewrite(given.config.get("model_type")), unsaved=tied)
+            if given.kind == STATE_DICT:
+                return StateDictSource(read, naming)
+            return PlacedSource(lambda: state_boxes(read(), naming), self.policy)
+        if given.kind == PLACED:
+            model = unwrapped(given.source)
             naming = Naming(
                 self.policy,
                 checkpoint_rewrite(model),
@@ -117,7 +117,7 @@ class LiveTrainer(TrainerBackend):
             return PlacedSource(
                 lambda: state_boxes(naming.rename(dict(model.state_dict())), naming, parameters), self.policy
             )
-        engine: Any = live.source
+        engine: Any = given.source
         if isinstance(engine, torch.nn.Module):
             module = engine.module if isinstance(engine, DistributedDataParallel) else engine
             # verl's ``HFModelConfig`` as its FSDP backends ask for it; the adapter's settings are in the module
@@ -125,10 +125,10 @@ class LiveTrainer(TrainerBackend):
             config = SimpleNamespace(lora=lora, hf_config=hf_config, get=lambda key, default=None: default)
             engine = SimpleNamespace(module=module, model_config=config)
         backend: type[TrainerBackend] = ShardSpecTrainer
-        if live.kind == "megatron":
+        if given.kind == "megatron":
             from verl_sync_plugin.trainers.megatron.trainer import MegatronTrainer as backend
-        elif live.kind in TRAINERS:
-            backend = FSDP1Trainer if live.kind == "fsdp" else FSDP2Trainer
+        elif given.kind in TRAINERS:
+            backend = FSDP1Trainer if given.kind == "fsdp" else FSDP2Trainer
         self._inner = backend(engine, self.config, self.device, self.rollout_dtype)
         self._inner.policy = self.policy
         if self._inner.serves_adapter:
