@@ -113,7 +113,7 @@ class Flips:
             honest(*given)
             flipped.append(self._flip_trainer())
 
-        with mock.patch.object(sender, "read", read):
+        with mock.patch.object(sender, "hash_parameters", read):
             yield
         assert len(flipped) == 1
         self._flip_trainer()

@@ -438,7 +438,9 @@ def test_a_bit_that_flips_in_a_sync_in_place_is_found(
     (session,) = loader._sessions.values()
     sent = place.source.weights["c.q.weight"]
     owner, name, memory = (
-        (place.manager.sender, "read", sent) if where == "trainer" else (session._load, "finish", place.model.c)
+        (place.manager.sender, "hash_parameters", sent)
+        if where == "trainer"
+        else (session._load, "finish", place.model.c)
     )
     honest = getattr(owner, name)
 

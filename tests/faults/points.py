@@ -32,7 +32,7 @@ _SAVER = "sglang.srt.utils.torch_memory_saver_adapter"
 _TRAINER: dict[str, tuple[Point, ...]] = {
     "plan": (("verl_sync_plugin.trainers.fsdp2", "FSDP2Source.shards", ""),),
     "connect": ((_ENDPOINT, "MeetingPoint._accept", ""),),
-    "pack": ((_SENDER, "BucketSender.pack", ""), (_SENDER, "BucketSender.read", "")),
+    "pack": ((_SENDER, "BucketSender.pack", ""), (_SENDER, "BucketSender.hash_parameters", "")),
     "hand over": ((_SENDER, "BucketSender.load", ""),),
     "load": ((_SENDER, "BucketSender.wait_loaded", ""),),
     "commit": ((_SENDER, "BucketSender.commit", ""),),
