@@ -107,7 +107,7 @@ class Flips:
     def _in_trainer(self) -> Iterator[None]:
         """Behind the read that hashes; flipped back in the end."""
         sender, flipped = self._manager.sender, []
-        honest = sender.read
+        honest = sender.hash_parameters
 
         def read(*given: Any) -> None:
             honest(*given)

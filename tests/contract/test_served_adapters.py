@@ -19,8 +19,11 @@ from worlds import on_ranks
 from contract import sglang_models
 from contract.families import FAMILIES, Family
 from contract.test_families import publish
-from contract.wire import Wire
+from verl_sync_plugin.engine.introduce import introduce
+from verl_sync_plugin.engine.recorder import Source
+from verl_sync_plugin.layout.load_map import unwritten
 from verl_sync_plugin.rollouts.sglang.lora import look, served_settings, summary
+from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_processes")]
 
@@ -130,8 +133,13 @@ def outcome(family: str, settings: dict[str, Any], targets: set[str], home: Path
 
 def takes_the_base(model: torch.nn.Module, home: Path) -> None:
     """Also the parameters of layers that an adapter wraps."""
-    base = [each for file in home.glob("*.safetensors") for each in load_file(file).items()]
-    Wire(model, base, 1, 1 << 20, verified=False).sync(base)
+    base = {name: tensor for file in home.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    sources = [Source(name, tensor.dtype, tuple(tensor.shape), None) for name, tensor in base.items()]
+    known = SGLangModel(model, dist.get_rank())
+    known.sent = frozenset(base)
+    missing = unwritten(introduce(known, sources, {}, torch.device("cpu"))[0])
+    assert base and all(kept.buffer for kept, *_ in missing), missing
+    known.load_weights(base.items())
 
 
 def in_the_way_of_rubbish(manager: Any, factors: Factors) -> None:
