@@ -13,7 +13,7 @@ from separate.driver import Driver, Failure, Member, exact, failed_alike, member
 from separate.processes import TIMEOUT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-PACK, READ = "engine._manager.sender.pack", "engine._manager.sender.read"  # of a trainer rank
+PACK, READ = "engine._manager.sender.pack", "engine._manager.sender.hash_parameters"  # of a trainer rank
 
 
 @pytest.fixture
