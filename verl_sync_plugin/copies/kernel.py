@@ -210,8 +210,9 @@ def quantize_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def divide(largest, scales, count, least, most, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def divide(largest, scales, inverse, count, least, most, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Divides as Triton does, which is not to the last bit as torch does: verl's kernel is Triton's."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     scale = tl.maximum(tl.load(largest + at, mask=at < count, other=1.0), least) / most
     tl.store(scales + at, scale, mask=at < count)
+    tl.store(inverse + at, 1.0 / scale, mask=at < count)

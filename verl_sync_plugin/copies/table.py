@@ -248,14 +248,14 @@ class QuantizeTable:
             )  # fmt: skip
 
 
-def scales_of(largest: torch.Tensor, least: float, most: float) -> torch.Tensor:
-    """Runs ``kernel.divide``: the scales of blocks, fp32 of shape ``(n,)``."""
+def scales_of(largest: torch.Tensor, least: float, most: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs ``kernel.divide``: scales of blocks, fp32 of shape ``(n,)``, and their inverses."""
     from verl_sync_plugin.copies import kernel
 
-    scales = torch.empty_like(largest)
+    scales, inverse = torch.empty_like(largest), torch.empty_like(largest)
     count, block = largest.numel(), kernel.READ_BLOCK
-    kernel.divide[(-(-count // block),)](largest, scales, count, least, most, block)
-    return scales
+    kernel.divide[(-(-count // block),)](largest, scales, inverse, count, least, most, block)
+    return scales, inverse
 
 
 def addresses(target: int, sources: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -113,7 +113,7 @@ class _Unit:
 class QuantizingSource(ParameterSource):
     """Wraps ``inner``; the policy names what is quantized, and the dtype to which values are cast before.
 
-    Device memory next to the buckets: 16 bytes per block of the model, with the kernel's tables some 48 more per block
+    Device memory next to the buckets: 20 bytes per block of the model, with the kernel's tables some 48 more per block
     of this rank's, without it at most 15 per element of ``LONGEST_CHUNK`` for a while.
     """
 
@@ -128,7 +128,7 @@ class QuantizingSource(ParameterSource):
         self._found: list[Shard] = []
         self._travels: list[_Piece | _Unit] = []
         self._done: set[int] = set()  # units whose scales are those of this sync, by their first
-        self._largest = self._scales = torch.empty(0)
+        self._largest = self._scales = self._inverse = torch.empty(0)
         sizes = {size for block in self._blocks.values() for size in block}
         fits = len(set(self._blocks.values())) == 1 and all(size & (size - 1) == 0 for size in sizes)
         old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)  # knows no fp8
@@ -198,7 +198,7 @@ class QuantizingSource(ParameterSource):
         for each in found:
             self._travels += [*each.pieces, each] if isinstance(each, _Unit) else [each]
         self._largest = torch.zeros(end, dtype=torch.float32, device=self._device)
-        self._scales = torch.empty_like(self._largest)
+        self._scales, self._inverse = torch.empty_like(self._largest), torch.empty_like(self._largest)
 
     def _refuse(self, view: View) -> None:
         if len(view.shape) != 2 or view.strides is not None:
@@ -251,9 +251,10 @@ class QuantizingSource(ParameterSource):
             take_part(work, self._device, self._timeout)
             reached(self._device, self._timeout)  # what follows may wait for it without a bound
         if self._kernel:
-            self._scales[span] = scales_of(largest, LEAST, MOST)
+            self._scales[span], self._inverse[span] = scales_of(largest, LEAST, MOST)
         else:  # by a tensor: a number would be inverted
             self._scales[span] = largest.clamp(min=LEAST) / largest.new_tensor([MOST])
+            self._inverse[span] = 1.0 / self._scales[span]
         self._done |= found.keys()  # last: what a failure leaves is no preparation
 
     @torch.no_grad()
@@ -278,7 +279,7 @@ class QuantizingSource(ParameterSource):
         values = (values if merge is None else merge(values, begin)).to(self._dtype)
         result = torch.empty(values.shape, dtype=FP8, device=values.device)
         for each in self._cut(piece, begin, values.numel()):
-            inverse = 1.0 / each.of(self._scales)[:, None, :, None]
+            inverse = each.of(self._inverse)[:, None, :, None]
             made = (each.in_blocks(values).float() * inverse).clamp_(-MOST, MOST).to(FP8).flatten(2).flatten(0, 1)
             made = made[each.row % each.weight.block[0] :, each.column % each.weight.block[1] :]
             target = result.as_strided(each.size, (each.stride, 1), each.first)

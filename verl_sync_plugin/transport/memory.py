@@ -415,9 +415,10 @@ def _why(shard: Shard, device: torch.device) -> str:
     run = shard.local()
     if run.device != device:
         return f"is on {run.device}, not on {device}"
-    if shard.merge is not None:
-        return "is merged with its adapter, or quantized, on the way"
-    if run.dtype not in (getattr(torch, shard.base.dtype), torch.float32):
+    if shard.merge is not None and shard.fill is None:
+        return "is merged with its adapter on the way"
+    same = torch.bfloat16 if shard.fill is not None else getattr(torch, shard.base.dtype)
+    if run.dtype not in (same, torch.float32):
         return f"is {run.dtype} and travels as {shard.base.dtype}"
     return "is not laid out for it"
 
