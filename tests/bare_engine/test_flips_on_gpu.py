@@ -105,7 +105,7 @@ class Flips:
 
     @contextmanager
     def _in_trainer(self) -> Iterator[None]:
-        """Behind the read that hashes; flipped back in the end."""
+        """After the read that hashes; flipped back in the end."""
         sender, flipped = self._manager.sender, []
         honest = sender.hash_parameters
 
@@ -126,7 +126,7 @@ class Flips:
         synchronize(self._bench.device)
 
     def _in_engine(self) -> AbstractContextManager[None]:
-        """Behind the copies of the next sync, by a loader in the engine's own process."""
+        """After the copies of the next sync, by a loader in the engine's own process."""
         import base64
 
         import torch

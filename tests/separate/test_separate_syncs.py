@@ -35,7 +35,7 @@ def lie(driver: Driver, rollouts: list[Member], hosts: str) -> None:
 
 
 def came_once(driver: Driver, rollouts: list[Member], hosts: str) -> None:
-    """Behind the first sync of a group: every trainer rank's segments have come to every other rank, each once. What
+    """After the first sync of a group: every trainer rank's segments have come to every other rank, each once. What
     counts as having crossed the network is, for every rank, all that trainer ranks on other hosts have sent."""
     for rank, member in enumerate((*driver.trainers, *rollouts)):
         came, report = member.ask("came").answer()

@@ -369,16 +369,14 @@ class ModelLoad:
                 for piece in entry.pieces:
                     moved = where.moved(Block(piece.source, 0, piece.source, 1))
                     lies.setdefault(entry.name, set()).update((m.base, m.source - piece.target) for m in moved)
-        found, size = dict[int, list[Rectangle]](), self._model.fp8_block
+        found, size = dict[torch.dtype, list[Rectangle]](), self._model.fp8_block
         for block in blocks:
             name = self._names[block.tensor]
             (scales,) = lies[name + SCALE]
-            found.setdefault(block.grow, []).extend(_rectangles(block, self._entries[name].shape[1], size[1], *scales))
-        dtypes = {2: torch.bfloat16, 4: torch.float32}
-        return [
-            QuantizeTable(each, (dtypes[grow], torch.bfloat16), size, self.device, homes)
-            for grow, each in found.items()
-        ]
+            read = found.setdefault(torch.bfloat16 if block.grow == 2 else torch.float32, [])
+            read += _rectangles(block, self._entries[name].shape[1], size[1], *scales)
+        cast = torch.bfloat16
+        return [QuantizeTable(each, (dtype, cast), size, self.device, homes) for dtype, each in found.items()]
 
     def forget_lives(self) -> None:
         """Regions are about to be unmapped; mapped again, they may lie elsewhere."""

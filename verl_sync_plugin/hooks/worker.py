@@ -49,7 +49,7 @@ class SyncWorkerMixin:
 
 
 class SyncActorRolloutRefWorker(SyncWorkerMixin, ActorRolloutRefWorker):
-    """Of trainers that are colocated with the rollout."""
+    """Adds the phase to trainers that are colocated with the rollout."""
 
 
 class SyncDetachActorWorker(SyncWorkerMixin, DetachActorWorker):

@@ -258,7 +258,7 @@ def box_spans(box: Box, of_source: bool, size: int = 1) -> np.ndarray:
 
 
 def starts_of(first: int, dims: Iterable[tuple[int, int]]) -> np.ndarray:
-    """Where the rows of some memory begin, by the sizes and steps of its outer dimensions, outermost first."""
+    """Lists where the rows of some memory begin, by the sizes and steps of its outer dimensions, outermost first."""
     starts = np.array([first], dtype=np.int64)
     for many, step in dims:
         starts = (starts[:, None] + np.arange(many, dtype=np.int64) * step).ravel()
