@@ -54,6 +54,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "moe-2b": _moe(6),  # what one device holds with Megatron's optimizer, when the rollout is on another
     "moe-8b": _moe(24),
     "moe-16b": _moe(48),
+    "mixtral-2b": _dense(2048, 4096, 8, 16, 8, 32000, num_local_experts=8, num_experts_per_tok=2),
     "mla-7b": _dense(2048, 11264, 12, 16, 16, 163840, **_LATENT_ATTENTION, **_MLA_EXPERTS),
     "small": _dense(512, 1536, 8, 8, 2, 320),
     "tiny": _dense(64, 128, 2, 4, 2, 320),
@@ -84,8 +85,8 @@ def write_tokenizer(out: Path) -> None:
 
 
 def config_of(size: str) -> Any:
-    """The configuration of ``size``: a Qwen2 model, or a Qwen3-MoE or DeepSeek-V3 one where it has experts."""
-    from transformers import DeepseekV3Config, Qwen2Config, Qwen3MoeConfig
+    """The configuration of ``size``: a Qwen2 model, or a Qwen3-MoE, DeepSeek-V3 or Mixtral one where it has experts."""
+    from transformers import DeepseekV3Config, MixtralConfig, Qwen2Config, Qwen3MoeConfig
 
     fixed: dict[str, Any] = {
         "max_position_embeddings": 4096,
@@ -96,7 +97,7 @@ def config_of(size: str) -> Any:
         "eos_token_id": 1,
         "bos_token_id": 2,
     }
-    kinds = {"num_experts": Qwen3MoeConfig, "n_routed_experts": DeepseekV3Config}
+    kinds = {"num_experts": Qwen3MoeConfig, "n_routed_experts": DeepseekV3Config, "num_local_experts": MixtralConfig}
     kind = next((kinds[key] for key in kinds if key in SHAPES[size]), Qwen2Config)
     return kind(**SHAPES[size], **fixed)
 
