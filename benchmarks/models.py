@@ -51,7 +51,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "7b": _dense(3584, 18944, 28, 28, 4, 152064),
     "14b": _dense(5120, 13824, 48, 40, 8, 152064),
     "1p8b": _dense(1536, 8960, 28, 12, 2, 151936),
-    "moe-2b": _moe(6),  # what one device holds with Megatron's optimizer, when the rollout is on another
     "moe-8b": _moe(24),
     "moe-16b": _moe(48),
     "mixtral-2b": _dense(2048, 4096, 8, 16, 8, 32000, num_local_experts=8, num_experts_per_tok=2),
