@@ -16,8 +16,10 @@ from receiving import WORLD, Tensors, Weights
 
 from verl_sync_plugin.copies.copier import BucketMemory
 from verl_sync_plugin.copies.packing import Packer
+from verl_sync_plugin.copies.table import QuantizeTable
 from verl_sync_plugin.engine.load import Assembler, ModelLoad
 from verl_sync_plugin.layout.planner import plan_buckets
+from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import SCALE, Base, Plan, Shard, View
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.trainers import fp8
@@ -88,19 +90,23 @@ def test_a_matrix_is_quantized_as_by_verl(
     assert "even_scale_inv" in names
 
 
-SIZE = 16
-CUT = {"rows": (48, 32), "columns": (32, 64), "gate": (16, 32), "up": (16, 32), "uneven": (25, 45)}
+SIZE = 128
+CUT = {"rows": (384, 256), "columns": (256, 512), "gate": (128, 256), "up": (128, 256), "uneven": (200, 360)}
+ROWS, EACH = 256, 128  # of "sides", of which every rank holds some columns
 
 
 class Cut(ParameterSource):
-    """What one of three ranks holds of matrices that are cut anywhere."""
+    """What one of three ranks holds of matrices: rows that end where a block does, or anywhere, and columns."""
 
-    def __init__(self, rank: int, device: torch.device) -> None:
+    def __init__(self, rank: int, device: torch.device, torn: bool) -> None:
         self.group: Any = SimpleNamespace(rank=rank)
-        self.edges = {name: [0, r * c // 3 + 5, r * c // 2 + 30, r * c] for name, (r, c) in CUT.items()}
+        self.edges = {name: [0, SIZE * c, r * c, r * c] for name, (r, c) in CUT.items()}
+        if torn:
+            self.edges = {name: [0, r * c // 3 + 5, r * c // 2 + 30, r * c] for name, (r, c) in CUT.items()}
         ends = {name: edges[rank : rank + 2] for name, edges in self.edges.items()}
         dtype = [torch.bfloat16, torch.float32, torch.bfloat16][rank]
         self.runs = {name: torch.zeros(end - begin, dtype=dtype, device=device) for name, (begin, end) in ends.items()}
+        self.side = torch.zeros(ROWS, EACH, dtype=dtype, device=device)
 
     def shards(self) -> list[Shard]:
         found = []
@@ -108,7 +114,20 @@ class Cut(ParameterSource):
             lengths = tuple(b - a for a, b in itertools.pairwise(self.edges[name]))
             view = View(name, CUT[name], 0, sum(lengths))
             found.append(Shard(Base(name, "bfloat16", 2, lengths, (view,)), partial(run.view, -1), run=run))
+        for rank in range(WORLD):
+            shares = (Run(0, EACH * rank, EACH, ROWS, EACH, EACH * WORLD),)
+            view = View("sides", (ROWS, EACH * WORLD), 0, ROWS * EACH * WORLD, None, shares)
+            base = Base(f"side {rank}", "bfloat16", 2, tuple(ROWS * EACH * (r == rank) for r in range(WORLD)), (view,))
+            own = self.side if rank == self.group.rank else self.side[:0]
+            found.append(Shard(base, partial(own.view, -1), run=own))
         return found
+
+    def train(self, weights: Tensors) -> None:
+        rank = self.group.rank
+        for name, run in self.runs.items():
+            begin, end = self.edges[name][rank : rank + 2]
+            run.copy_(weights[name].view(-1)[begin:end])
+        self.side.copy_(weights["sides"][:, EACH * rank :][:, :EACH])
 
 
 class Rank(torch.nn.Module):
@@ -116,7 +135,13 @@ class Rank(torch.nn.Module):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        shapes = {"rows": (32, 32), "columns": (32, 32), "both": (32, 32), "uneven": (25, 45)}
+        shapes = {
+            "rows": (256, 256),
+            "columns": (256, 256),
+            "both": (256, 256),
+            "uneven": (200, 360),
+            "sides": (256, 256),
+        }
         for name, (rows, columns) in shapes.items():
             scales = torch.zeros(-(-rows // SIZE), -(-columns // SIZE), device=device)
             values = torch.zeros(rows, columns, dtype=torch.float8_e4m3fn, device=device)
@@ -130,7 +155,7 @@ class Rank(torch.nn.Module):
             parameter = getattr(self, ("both" if matrix in ("gate", "up") else matrix) + end).data
             if matrix == "rows":
                 parameter.copy_(tensor[unit:])
-            elif matrix == "columns":
+            elif matrix in ("columns", "sides"):
                 parameter.copy_(tensor[:, unit : 3 * unit])
             elif matrix == "uneven":
                 parameter.copy_(tensor)
@@ -178,10 +203,10 @@ def prepare(sources: list[fp8.QuantizingSource], bases: tuple[int, ...]) -> None
             next(each, None)
 
 
-@pytest.mark.parametrize("bucket_bytes", [700, 1 << 20])
+@pytest.mark.parametrize(("bucket_bytes", "torn"), [(50_000, True), (8 << 20, False)])
 @torch.no_grad()
 def test_an_engine_rank_quantizes_what_it_reads_in_place(
-    bucket_bytes: int, device: str, monkeypatch: pytest.MonkeyPatch
+    bucket_bytes: int, torn: bool, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same bytes and the same hashes as where trainer ranks quantize what they pack."""
     monkeypatch.setattr(fp8, "kernel_works", lambda device: True)
@@ -189,8 +214,8 @@ def test_an_engine_rank_quantizes_what_it_reads_in_place(
     monkeypatch.setattr(memory, "CudaExporter", Exporter)
     monkeypatch.setattr(memory, "SharedFileExporter", Exporter)
     place = torch.device(device)
-    inner = [Cut(rank, place) for rank in range(WORLD)]
-    policy = WirePolicy(torch.bfloat16, blocks=dict.fromkeys(CUT, (SIZE, SIZE)))
+    inner = [Cut(rank, place, torn) for rank in range(WORLD)]
+    policy = WirePolicy(torch.bfloat16, blocks=dict.fromkeys([*CUT, "sides"], (SIZE, SIZE)))
     sources = [fp8.QuantizingSource(each, policy, place, 30.0) for each in inner]
     plan: Plan = plan_buckets(tuple(shard.base for shard in sources[0].shards()), bucket_bytes, True)
     packers = [Packer(place, plan, rank) for rank in range(WORLD)]
@@ -200,11 +225,11 @@ def test_an_engine_rank_quantizes_what_it_reads_in_place(
     every = tuple(range(len(plan.bases)))
     for seed in range(2):  # the second with the tables of the first
         generator = torch.Generator().manual_seed(seed)
-        for name, (rows, columns) in CUT.items():
-            drawn = (torch.randn(rows, columns, generator=generator) * torch.logspace(-3, 3, columns)).bfloat16()
-            for each in inner:
-                begin, end = each.edges[name][each.group.rank :][:2]
-                each.runs[name].copy_(drawn.view(-1)[begin:end])
+        shapes = CUT | {"sides": (ROWS, EACH * WORLD)}
+        drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        weights = {name: (each * torch.logspace(-3, 3, each.shape[1])).bfloat16() for name, each in drawn.items()}
+        for each in inner:
+            each.train(weights)
         shards = [source.shards() for source in sources]
         assert all(source.direct for source in sources)
         found = [mine.look(some) for mine, some in zip(parameters, shards, strict=True)]
@@ -236,3 +261,8 @@ def test_an_engine_rank_quantizes_what_it_reads_in_place(
             assert torch.equal(of_staged, sums[1][key]), (key, seed)
         for (name, one), (_, other) in zip(*(model.named_parameters() for model in models), strict=True):
             assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (name, seed)
+    direct.begin()
+    models[1].rows.view(torch.uint8)[0, 6] ^= 1
+    with mock.patch.object(QuantizeTable, "run"):  # values that do not arrive are not hashed as if they had
+        direct.load_direct(found, 1, Mapped())  # type: ignore[arg-type]
+    assert not torch.equal(sums[1]["read"], torch.frombuffer(bytearray(direct.sums()), dtype=torch.int64))

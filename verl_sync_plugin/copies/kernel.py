@@ -159,10 +159,11 @@ def quantize_rows(  # type: ignore[no-untyped-def]
     HIGH: tl.constexpr,  # lines and columns of a block; a row lies in one line of blocks
     WIDE: tl.constexpr,
     ALIGNED: tl.constexpr,  # all places, lines and columns are at multiples of 16 bytes, and rows begin a block
-    MEASURE: tl.constexpr,  # a scale becomes at least the largest magnitude; else what is read is divided by it
-    COPY: tl.constexpr,
-    HASH: tl.constexpr,  # of what is written; elements read on one line are in consecutive places
+    DO: tl.constexpr,  # "measure": a scale becomes at least the largest magnitude; "write": what is read, divided by
+    # it; "hash": only hashes what would be written, where elements read on one line have consecutive positions
 ):
+    # Hazard: a program that both stored and hashed values stored two of eight wrong on an H200, and hashed them right
+    # (triton-lang/triton#11111, on float8 that is used in two layouts)
     row = tl.program_id(0)
     source = tl.load(bases + 1 + tl.load(table + row)).to(tl.pointer_type(SOURCE)) + tl.load(table + rows + row)
     target = (tl.load(bases) + tl.load(table + 2 * rows + row)).to(tl.pointer_type(tl.float8e4nv))
@@ -189,22 +190,22 @@ def quantize_rows(  # type: ignore[no-untyped-def]
         mask = (line < high)[:, None] & ((column >= 0) & (column < wide))[None, :]
         at = line[:, None] * stride + column[None, :]
         values = tl.load(source + at, mask=mask, other=0.0).to(CAST).to(tl.float32)
-        if MEASURE:
+        if DO == "measure":
             found = tl.abs(values)
             found = tl.where(found < float("inf"), found, float("inf"))  # NaN, too
             tl.atomic_max(scale + block, tl.max(tl.max(found, 1), 0))
         else:
             made = tl.clamp(values * (1.0 / tl.load(scale + block)), -448.0, 448.0).to(tl.float8e4nv)
-            if COPY:
+            if DO == "write":
                 tl.store(target + line[:, None] * target_stride + column[None, :], made, mask=mask)
-            if HASH:  # outside of the mask are zeros, which add nothing
+            else:  # outside of the mask are zeros, which add nothing
                 word, bits = placed(made.to(tl.int8, bitcast=True), position + at, 1)
                 if ALIGNED:
                     bits = tl.sum(tl.reshape(bits, (HIGH, WIDE // 8, 8)), 2)
                     eighth = block * (WIDE // 8) + tl.arange(0, WIDE // 8)
                     word = (position + line * stride)[:, None] // 8 + eighth[None, :]
                 total += weighed(bits, word)
-    if HASH:
+    if DO == "hash":
         group = tl.load(table + 11 * rows + row)
         tl.atomic_add(sums + group, tl.sum(tl.sum(total, 1), 0).to(tl.int64))
 

@@ -163,9 +163,8 @@ class Rectangle(NamedTuple):
         base, source: where the first element is read; in elements.
         stride: from one line to the next, in elements read, which is also that in the bucket.
         target, target_stride: where it is written, in bytes.
-        position: its byte in the bucket, for the hash.
         scale_base, scale, scales: where the matrix's first scale is, in elements, and how many a line of blocks has.
-        group: number of the sum that the hash goes into.
+        position, group: its byte in the bucket and the number of the sum, where it is hashed.
     """
 
     row: int
@@ -177,11 +176,11 @@ class Rectangle(NamedTuple):
     stride: int
     target: int
     target_stride: int
-    position: int
     scale_base: int
     scale: int
     scales: int
-    group: int
+    position: int = 0
+    group: int = 0
 
     def rows(self, high: int, wide: int) -> np.ndarray:
         """Rows of the kernel's table, each in one line of blocks of ``high`` times ``wide``."""
@@ -223,15 +222,12 @@ class QuantizeTable:
         self._dtypes, self._block, self._device = dtypes, block, device
         self._known, self._bases = list[int](), torch.empty(0)
 
-    def run(
-        self, pointers: Sequence[int], sums: torch.Tensor | None = None, copy: bool = True, measure: bool = False
-    ) -> None:
-        """Starts on the current stream.
+    def run(self, pointers: Sequence[int], sums: torch.Tensor | None = None, measure: bool = False) -> None:
+        """Starts on the current stream; writes, unless one of the others is asked for.
 
         Args:
             pointers: the target address, then the source addresses, those of the scales among them.
-            sums: as for ``KernelTable``; ``None`` does not hash.
-            copy: False only reads.
+            sums: as for ``KernelTable``: adds the hashes of what would be written, and writes nothing.
             measure: the scales become the largest magnitudes, and nothing is quantized.
         """
         from verl_sync_plugin.copies import kernel
@@ -240,11 +236,11 @@ class QuantizeTable:
             self._known, self._bases = [*pointers], addresses(pointers[0], pointers[1:], self._device)
         lie_well = not any(pointer % 16 for pointer in pointers)
         dtypes = [getattr(kernel.tl, dtype_name(dtype)) for dtype in self._dtypes]
-        hashed = self._bases if sums is None else sums
+        do = "measure" if measure else "write" if sums is None else "hash"
         for aligned, table in self._parts:
             kernel.quantize_rows[(table.shape[1],)](
-                table, table.shape[1], self._bases, hashed, *dtypes, *self._block, aligned and lie_well, measure, copy,
-                sums is not None, num_warps=8,
+                table, table.shape[1], self._bases, self._bases if sums is None else sums, *dtypes, *self._block,
+                aligned and lie_well, do, num_warps=8,
             )  # fmt: skip
 
 

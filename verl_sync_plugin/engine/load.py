@@ -340,21 +340,26 @@ class ModelLoad:
         if self._live is None or self._live[0] != keys:
             found = [region for live in lives for region in live.regions]
             flats = [] if self.device.type == "cuda" else [regions.flat(region) for region in found]
-            memory = Memory(self.device, [regions.address(region) for region in found], flats)
+            own, starts = len(found), [*(regions.address(region) for region in found), 0]  # and of this process
+            memory = Memory(self.device, starts, flats)
             copies, reads, quantized = list[Block](), list[Block](), list[Block]()
             wheres = [_Where(index, self.manifest, lives, place) for index in range(len(self._works))]
             for work, where in zip(self._works, wheres, strict=True):
                 for moved in (moved for block in work.copies for moved in where.moved(block)):
                     (quantized if moved.tensor >= 0 and moved.grow > 1 else copies).append(moved)
                 reads.extend(moved for block in work.reads for moved in where.moved(block))
+            for b in quantized:  # hashed where it has been written
+                at = (b.target, 0, b.position, b.width, b.count, b.target_stride, 0, b.position_stride)
+                reads.append(Block(*at, base=own, group=b.group))
             homes = [(rank - place) % len(lives) for rank, live in enumerate(lives) for _ in live.regions]
+            homes.append(0)
             prepared = self._copier.prepare(copies, homes), self._copier.prepare(reads, homes)
             self._live = keys, memory, prepared, self._quantizing(quantized, wheres, homes)
         _, memory, (copied, read), tables = self._live
         copied.run(memory, self._read_sums)
-        read.run(memory, self._read_sums, copy=False)
         for table in tables:
-            table.run([0, *memory.starts], self._read_sums)
+            table.run([0, *memory.starts])
+        read.run(memory, self._read_sums, copy=False)
 
     def _quantizing(
         self, blocks: Sequence[Block], wheres: Sequence[_Where], homes: Sequence[int]
@@ -532,8 +537,7 @@ def _rectangles(block: Block, columns: int, wide: int, scale_base: int, first: i
             read, written = (number * each + run.source for each in (block.position_stride, block.target_stride))
             yield Rectangle(
                 *divmod(run.target, columns), run.count, run.width, block.base, block.source // block.grow + read,
-                stride, block.target + written, target_stride, block.position + read, scale_base, first // 4,
-                -(-columns // wide), block.group,
+                stride, block.target + written, target_stride, scale_base, first // 4, -(-columns // wide),
             )  # fmt: skip
 
 

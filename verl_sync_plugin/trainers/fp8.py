@@ -332,7 +332,7 @@ class QuantizingSource(ParameterSource):
                 rectangles = self._in_memory([part for part, _ in found], groups)
                 table = self._tables[key] = QuantizeTable(rectangles, dtypes, block, self._device)
             pointers = [target, *(run.data_ptr() for _, run in found), scales.data_ptr()]
-            table.run(pointers, sums, copy=sums is None, measure=measure)
+            table.run(pointers, sums, measure)
         return left
 
     def _in_memory(self, parts: Sequence[_Part], groups: Mapping[str, int]) -> Iterator[Rectangle]:
@@ -341,8 +341,8 @@ class QuantizingSource(ParameterSource):
             for each in self._cut(part.piece, part.begin, part.numel):
                 source, target = each.first + part.piece.part.offset + part.begin, each.first + part.target
                 yield Rectangle(
-                    each.row, each.column, *each.size, base, source, each.stride, target, each.stride, target,
-                    len(parts), each.weight.first, each.weight.scales[1], groups.get(each.weight.name, 0),
+                    each.row, each.column, *each.size, base, source, each.stride, target, each.stride,
+                    len(parts), each.weight.first, each.weight.scales[1], target, groups.get(each.weight.name, 0),
                 )  # fmt: skip
 
 
