@@ -39,7 +39,7 @@ Prompts = Sequence[Sequence[int]] | torch.Tensor
 Answered = tuple[list[int], list[float], str]
 TP = "tp"  # the name of the mesh dimension over which an engine is sharded
 ROUND_SECONDS = 1.0
-Place = tuple[str, str]  # a rank's host, and its GPU as ``CUDA_VISIBLE_DEVICES`` calls it there ("" on a CPU)
+HostAndGpu = tuple[str, str]  # a rank's host, and its GPU as ``CUDA_VISIBLE_DEVICES`` calls it there ("" on a CPU)
 
 
 class SpmdShardingManager(ShardingManager):
@@ -375,7 +375,7 @@ def make_groups(
     return [places[rank][1] for rank in ranks if places[rank][1]], mine
 
 
-def check_groups(everywhere: Sequence[tuple[int, ...]], places: Sequence[Place]) -> None:
+def check_groups(everywhere: Sequence[tuple[int, ...]], places: Sequence[HostAndGpu]) -> None:
     """Refuses engines that overlap, spread over hosts, or share a GPU; ``everywhere``: the engine's ranks, by rank."""
     for rank, ranks in enumerate(everywhere):
         if rank not in ranks or any(everywhere[other] != ranks for other in ranks):

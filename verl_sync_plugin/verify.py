@@ -25,9 +25,9 @@ from verl_sync_plugin.layout.load_map import (
     NO_PLACE,
     ROUNDED,
     UNEVEN,
+    HashedPart,
     Kept,
     LoadMap,
-    Part,
     held_parts,
     owners_of,
     read_parts,
@@ -196,7 +196,7 @@ class Comparison:
         own = self.map.digest if self.map is not None else ""
         maps = {digest: self._maps[digest] for digest in many}
         read = {digest: read_parts(found, tensors.buckets, tensors.owners) for digest, found in maps.items()}
-        held: dict[str, list[Part]] = {
+        held: dict[str, list[HashedPart]] = {
             digest: [(owner, move.box) for owner, move in held_parts(found, tensors.dtypes, tensors.owners)]
             for digest, found in maps.items()
         }
@@ -305,7 +305,7 @@ class _Weights:
             compared.
     """
 
-    def __init__(self, tensors: _Tensors, parts: dict[str, list[Part]], many: Counter[str], own: str) -> None:
+    def __init__(self, tensors: _Tensors, parts: dict[str, list[HashedPart]], many: Counter[str], own: str) -> None:
         digests = list(parts)
         equal = len(set(many.values())) <= 1  # as where all ranks are of replicas
         counts = [1 if equal else many[digest] for digest in digests]

@@ -372,15 +372,15 @@ def owners_of(buckets: Sequence[Sequence[Entry]]) -> dict[int, int]:
     return {number: -1 if name in apart else numbers[owners.get(name, name)] for name, number in numbers.items()}
 
 
-Part = tuple[int, Box | None]  # of which tensor, and which of its elements; ``None``: all bytes that are its to count
+HashedPart = tuple[int, Box | None]  # of which tensor, and which elements; ``None``: all bytes that are its to count
 
 
-def read_parts(found: LoadMap, buckets: Sequence[Sequence[Entry]], owners: Mapping[int, int]) -> list[Part]:
+def read_parts(found: LoadMap, buckets: Sequence[Sequence[Entry]], owners: Mapping[int, int]) -> list[HashedPart]:
     """Lists what an engine rank hashes of what it reads, in the order of its sums: every move that it copies, and all
     that is hashed whole: what the model loads, and what is tied in part."""
     names = numbers_of(buckets)
     left = found.left_numbers
-    parts: list[Part] = [
+    parts: list[HashedPart] = [
         (owners[move.tensor], move.box) for move in found.moves if move.tensor not in left and owners[move.tensor] >= 0
     ]
     whole = {owners[number] for number in left if owners[number] >= 0}
@@ -398,7 +398,7 @@ def held_parts(found: LoadMap, dtypes: Sequence[str], owners: Mapping[int, int])
     return [(owners[m.tensor], m) for m in found.moves if m.tensor not in unfit and owners[m.tensor] >= 0]
 
 
-def weigh(numels: Sequence[int], everyone: Sequence[Sequence[Part]]) -> tuple[list[int], list[list[int]]]:
+def weigh(numels: Sequence[int], everyone: Sequence[Sequence[HashedPart]]) -> tuple[list[int], list[list[int]]]:
     """Weighs every part so that one sum over all ranks compares all copies of all elements of a tensor. ``numels`` are
     the elements of each tensor, and ``everyone`` are the parts of each rank.
 

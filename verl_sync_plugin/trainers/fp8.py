@@ -90,7 +90,7 @@ class _Rectangle(NamedTuple):
         return self.weight.of(numbers)[rows, self.column // wide : -(-(self.column + columns) // wide)]
 
 
-class _Part(NamedTuple):
+class _Stretch(NamedTuple):
     """``numel`` elements of a piece, of this rank's run from ``begin`` on, that go to byte ``target``."""
 
     piece: _Piece
@@ -240,7 +240,7 @@ class QuantizingSource(ParameterSource):
             yield from self._inner.prepare(tuple(sorted(needed)), [self._inner_of(bucket) for bucket in ahead])
         if not units:
             return
-        parts = [_Part(piece, 0, piece.part.count, 0) for unit in units for piece in unit.pieces]
+        parts = [_Stretch(piece, 0, piece.part.count, 0) for unit in units for piece in unit.pieces]
         for at in self._run_kernel(parts, self._largest, measure=True):
             self._measure(parts[at].piece)
         span = slice(units[0].first, units[-1].end)  # of what lies between, too: it stays, or comes later
@@ -302,21 +302,21 @@ class QuantizingSource(ParameterSource):
         self, segment: int, slices: Sequence[Slice], hashed: tuple[Mapping[str, int], torch.Tensor] | None = None
     ) -> Sequence[Slice]:
         """Quantizes slices of bases; see ``Fill``."""
-        wanted = list[_Part]()
+        wanted = list[_Stretch]()
         for part in slices:
             piece = self._travels[part.base]
             assert isinstance(piece, _Piece), "scales are sent as they are"
-            wanted.append(_Part(piece, part.begin, min(part.end, piece.part.count) - part.begin, part.offset))
+            wanted.append(_Stretch(piece, part.begin, min(part.end, piece.part.count) - part.begin, part.offset))
         return [slices[at] for at in self._run_kernel(wanted, self._scales, segment, hashed)]
 
     def _run_kernel(
-        self, parts: Sequence[_Part], scales: torch.Tensor, target: int = 0,
+        self, parts: Sequence[_Stretch], scales: torch.Tensor, target: int = 0,
         hashed: tuple[Mapping[str, int], torch.Tensor] | None = None, measure: bool = False,
     ) -> list[int]:  # fmt: skip
         """Starts one launch for all parts of a dtype; returns the numbers of those that the kernel cannot read."""
         if not self._kernel:
             return list(range(len(parts)))
-        alike, left = dict[torch.dtype, list[tuple[_Part, torch.Tensor]]](), list[int]()
+        alike, left = dict[torch.dtype, list[tuple[_Stretch, torch.Tensor]]](), list[int]()
         for number, part in enumerate(parts):
             shard = self._found[part.piece.inner]
             run = shard.local() if shard.run is None else shard.run
@@ -335,7 +335,7 @@ class QuantizingSource(ParameterSource):
             table.run(pointers, sums, measure)
         return left
 
-    def _in_memory(self, parts: Sequence[_Part], groups: Mapping[str, int]) -> Iterator[Rectangle]:
+    def _in_memory(self, parts: Sequence[_Stretch], groups: Mapping[str, int]) -> Iterator[Rectangle]:
         """Parts as the kernel reads them, each from a base of its own; the scales are after these."""
         for base, part in enumerate(parts):
             for each in self._cut(part.piece, part.begin, part.numel):

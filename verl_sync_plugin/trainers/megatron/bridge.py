@@ -31,7 +31,7 @@ from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import NOTHING, View
 from verl_sync_plugin.trainers.base import dtype_name
 from verl_sync_plugin.trainers.joint import Part
-from verl_sync_plugin.trainers.megatron.model import Held, ModelTensors
+from verl_sync_plugin.trainers.megatron.model import HeldTensor, ModelTensors
 from verl_sync_plugin.trainers.megatron.stream import Guard
 
 # Numbers of layers and of experts in a name, not the 1 of linear_fc1
@@ -94,7 +94,7 @@ class BridgeReader:
             raise NotACopyError(f"{task.global_param_name!r} is neither a parameter nor the bias of a router")
         return found
 
-    def _describe(self, task: Any, held: Held) -> Part:
+    def _describe(self, task: Any, held: HeldTensor) -> Part:
         name, mapping, tensor = task.global_param_name, task.mapping, held.tensor
         data: Any = tensor.data
         if type(data) is not torch.Tensor:

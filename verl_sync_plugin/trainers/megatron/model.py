@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 
-class Held(NamedTuple):
+class HeldTensor(NamedTuple):
     """One weight of a chunk, by Megatron's name with the rank's own layer and expert numbers; ``place`` is in
     ``ModelTensors.tensors``, and a ``buffer`` keeps its dtype. A module has it in ``home`` under ``attribute``."""
 
@@ -35,7 +35,7 @@ class _Walk:
         self._modules = [module for chunk in chunks for module in chunk.modules()]
         self._structure = _structure(self._modules)
         self._tied = False  # of tied weights each may be replaced alone
-        self.held: list[Held] = []
+        self.held: list[HeldTensor] = []
         homes: dict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)  # by identity
         for module in self._modules:
             for home in (module._parameters, module._buffers):
@@ -45,7 +45,7 @@ class _Walk:
             for name, weight, buffer in held_by(chunk):
                 first, *more = homes[id(weight)]
                 self._tied = self._tied or bool(more)
-                self.held.append(Held(name, buffer, len(self.held), number, *first))
+                self.held.append(HeldTensor(name, buffer, len(self.held), number, *first))
 
     def holds(self, chunks: list[torch.nn.Module]) -> bool:
         """True if no module or weight has come, gone or changed its name."""
@@ -88,7 +88,7 @@ class ModelTensors:
         self._walk, self._kinds, self.tensors = walk, kinds, tensors
         return other, moved
 
-    def named(self) -> Iterator[tuple[int, torch.nn.Module, list[Held]]]:
+    def named(self) -> Iterator[tuple[int, torch.nn.Module, list[HeldTensor]]]:
         """Each chunk's number, the chunk without its wrappers, and its weights, no empty ones."""
         assert self._walk is not None, "look() comes first"
         for number, module in enumerate(self._walk.chunks):

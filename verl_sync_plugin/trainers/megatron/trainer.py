@@ -28,7 +28,7 @@ from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, Train
 from verl_sync_plugin.trainers.joint import JointSource, RankLayout
 from verl_sync_plugin.trainers.lora import Gathering, Merge, Merging
 from verl_sync_plugin.trainers.megatron.bridge import BridgeReader, NotACopyError
-from verl_sync_plugin.trainers.megatron.model import Held, ModelTensors, flat, unwrapped
+from verl_sync_plugin.trainers.megatron.model import HeldTensor, ModelTensors, flat, unwrapped
 from verl_sync_plugin.trainers.megatron.stream import Guard, Stream, StreamSource
 
 _KINDS = ("", "tensor", "expert")  # by whose ranks the factors of a weight are split
@@ -269,7 +269,7 @@ def adapted_weights(model: ModelTensors, names: dict[int, str]) -> Iterator[Adap
             )
 
 
-def _of(path: str, adapter: Any, held: dict[str, Held], names: dict[int, str]) -> Iterator[AdaptedWeight]:
+def _of(path: str, adapter: Any, held: dict[str, HeldTensor], names: dict[int, str]) -> Iterator[AdaptedWeight]:
     kind = type(adapter).__name__
     activation = type(getattr(adapter, "activation", None) or torch.nn.Identity()).__name__
     if kind not in _PLAIN or activation != "Identity":  # its factors do not make the delta alone
