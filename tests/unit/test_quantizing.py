@@ -46,8 +46,7 @@ class Whole(ParameterSource):
         ]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("bucket_bytes", [6_016, 64 << 20])
+@pytest.mark.parametrize(("dtype", "bucket_bytes"), [(torch.bfloat16, 6_016), (torch.float32, 64 << 20)])
 def test_a_matrix_is_quantized_as_by_verl(
     dtype: torch.dtype, bucket_bytes: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
