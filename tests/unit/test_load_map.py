@@ -71,7 +71,7 @@ def turned(run: Run) -> Run:
 SAME = st.shared(st.integers(4, 14), key="stride")
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(runs().map(turned) | runs(SAME).map(turned), runs() | runs(SAME))
 def test_exactly_what_goes_through_both(first: Run, second: Run) -> None:
     found = compose(first, second)
@@ -83,7 +83,7 @@ def test_exactly_what_goes_through_both(first: Run, second: Run) -> None:
         assert len(found) <= 1
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12)), max_size=12), runs())
 def test_a_run_meets_every_part_that_it_reads(drawn: list[tuple[int, int]], run: Run) -> None:
     parts, at = [], 0
