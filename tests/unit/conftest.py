@@ -8,18 +8,30 @@ import os
 import pytest
 import torch
 
+IN_THE_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keeps only what needs the kernel in the process of ``test_copies.test_kernel_in_the_interpreter``."""
+    if IN_THE_INTERPRETER:
+        uses = {item: {"device", "copies"}.intersection(getattr(item, "fixturenames", ())) for item in items}
+        items[:] = [item for item in items if uses[item] and "by_plain" not in item.name]
+
 
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the kernel run in Triton's interpreter, see ``test_copies.test_kernel_in_the_interpreter``."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("runs again in a process of its own")
+    """Has the kernel run in Triton's interpreter."""
+    if not IN_THE_INTERPRETER:
+        pytest.skip("runs in a process of its own")
     for module in ("copier", "packing"):
         monkeypatch.setattr(f"verl_sync_plugin.copies.{module}.kernel_works", lambda device: True)
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the kernel runs: on a GPU, or in this process if Triton's interpreter was asked for when it started."""
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the kernel runs: on a GPU, or in this process if Triton's interpreter was asked for when it started; as
+    ``by_plain`` a CPU without it."""
+    if getattr(request, "param", "") == "by_plain":
+        return "cpu"
     if torch.cuda.is_available():
         return "cuda:0"
     interpret(monkeypatch)

@@ -5,9 +5,9 @@ that cannot all be here; and what ``verl-sync prove`` refuses. Its proofs: ``tes
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-from fresh_process import broken, doctor, first_in_path, other_plugin, python, stand_in
+from fresh_process import broken, doctor, first_in_path, other_plugin, stand_in
 from verl_sync_plugin.cli import doctor as made
 from verl_sync_plugin.cli import main, probe
 from verl_sync_plugin.cli.doctor import Finding, ok, problem, warning
@@ -84,7 +84,10 @@ def test_ways_by_which_verl_finds_the_plugin(
 
 FIRST = 'from verl.workers.rollout.base import _ROLLOUT_REGISTRY as known; known["sglang", "async"] = "other_plugin.A"'
 LATER = """
+    import sys
     import wrapt
+
+    sys.modules["megatron.core.package_info"] = None
 
     class Stranger: ...
 
@@ -98,48 +101,49 @@ LATER = """
     """
 
 
-MORE = pytest.mark.extended
 LEAVE_OUT = f"uninstall one of the two plugins, or leave the other one out: {made.POLICY}=verl_sync_plugin"
-AGAIN = ("ImportError: broken on purpose", "pip install --force-reinstall")
+STRANGER, BROKEN, AGAIN = (
+    "other_plugin.Stranger (of other-plugin)",
+    "ImportError: broken on purpose",
+    "pip install --force-reinstall",
+)
 
 
 @pytest.mark.slow
 @real
-@pytest.mark.parametrize(
-    ("first", "inactive", "text", "remedy"),
-    [
-        (partial(other_plugin, code=FIRST), ["import"], "already taken by 'other_plugin.A'", LEAVE_OUT),
-        pytest.param(
-            partial(other_plugin, code=LATER), ["hook/checkpoint-engine", "hook/trainers", "hook/rollout-adapter"],
-            "other_plugin.Stranger (of other-plugin)", LEAVE_OUT, marks=MORE,
-        ),
-        (partial(broken, module="hooks/separate.py"), ["hook/checkpoint-engine"], *AGAIN),
-        pytest.param(partial(broken, module="compat.py"), ["import"], *AGAIN, marks=MORE),
-        pytest.param(partial(broken, module="rollouts/sglang/loader.py"), ["hook/engine-loader"], *AGAIN, marks=MORE),
-    ],
-    ids=["another plugin first", "another plugin later", "checkpoint engine", "compat", "loader"],
-)  # fmt: skip
-def test_hooks_that_are_not_active(
-    first: Callable[[Path], Path], inactive: list[str], text: str, remedy: str, tmp_path: Path
-) -> None:
-    """``first`` makes what is found before what is installed."""
-    told = doctor(tmp_path, PYTHONPATH=first_in_path(first(tmp_path)))
-    assert told.code == 1 and told.bad == dict.fromkeys(inactive, "problem")
-    for check in inactive:
+def test_a_plugin_that_is_not_loaded_no_cluster_and_another_version(tmp_path: Path) -> None:
+    path = os.pathsep.join((str(other_plugin(tmp_path, FIRST)), stand_in(tmp_path, "sglang", "0.5.9")))
+    told = doctor(tmp_path, "--ray", "127.0.0.1:1", "--", SGLANG, PYTHONPATH=path)
+    assert told.code == 1 and told.bad == dict.fromkeys(("version/sglang", "import", "ray"), "problem")
+    assert "already taken by 'other_plugin.A'" in told.findings["import"]["text"]
+    assert told.findings["import"]["remedy"] == LEAVE_OUT
+    assert "127.0.0.1:1" in told.findings["ray"]["text"] and "ray start --head" in told.findings["ray"]["remedy"]
+    old = told.findings["version/sglang"]
+    assert old["text"] == "sglang 0.5.9: sglang 0.5.12 or newer is needed" and "sglang==0.5.12" in old["remedy"]
+    assert told.found["nodes"][0]["run"]["line"] == "not looked at, since verl does not load the plugin here"
+
+
+@pytest.mark.slow
+@real
+def test_hooks_that_are_not_active(tmp_path: Path) -> None:
+    """Another plugin took some later, a module of ours is broken, and a Megatron is installed that cannot be
+    imported."""
+    site, ours = other_plugin(tmp_path, LATER), broken(tmp_path, "rollouts/sglang/loader.py")
+    told = doctor(tmp_path, PYTHONPATH=os.pathsep.join((str(site), first_in_path(ours))))
+    taken = [f"hook/{name}" for name in ("checkpoint-engine", "trainers", "rollout-adapter")]
+    failed = {"hook/engine-loader": (BROKEN, AGAIN), "hook/megatron-engine": ("", "install what 'megatron' belongs to")}
+    assert told.code == 1 and told.bad == dict.fromkeys((*taken, *failed), "problem")
+    for check, (text, remedy) in {**dict.fromkeys(taken, (STRANGER, LEAVE_OUT)), **failed}.items():
         assert text in told.findings[check]["text"] and remedy in told.findings[check]["remedy"]
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 @real
-def test_no_cluster_and_another_version(tmp_path: Path) -> None:
-    path = stand_in(tmp_path, "verl", "0.8.0")
-    options = ("--ray", "127.0.0.1:1", "--", SGLANG)
-    told = doctor(tmp_path, *options, PYTHONPATH=path, VERL_USE_EXTERNAL_PLUGINS="none")
-    assert told.code == 1 and told.bad == {"version/verl": "problem", "whitelist": "problem", "ray": "problem"}
-    assert "127.0.0.1:1" in told.findings["ray"]["text"] and "ray start --head" in told.findings["ray"]["remedy"]
-    old = told.findings["version/verl"]
-    assert old["text"].startswith("verl 0.8.0: verl 0.9 or newer, ") and old["remedy"] == "pip install verl==0.9.1"
-    assert told.found["nodes"][0]["run"]["line"] == "not looked at, since verl does not load the plugin here"
+def test_a_broken_plugin_is_to_be_installed_again(tmp_path: Path) -> None:
+    told = doctor(tmp_path, PYTHONPATH=first_in_path(broken(tmp_path, "compat.py")))
+    assert told.code == 1 and told.bad == {"import": "problem"}
+    assert BROKEN in told.findings["import"]["text"] and AGAIN in told.findings["import"]["remedy"]
 
 
 @pytest.mark.parametrize(
@@ -242,19 +246,6 @@ def test_versions(package: str, version: str, level: str) -> None:
     assert [each.level for each in found.values()] == ([level] if level else [])
     found = bad([*made.check_versions(made.installed(), {"verl": "0.8.0"})])
     assert "the code that is imported says 0.8.0" in found["version/verl"].text
-
-
-def test_a_megatron_that_cannot_be_imported_is_no_megatron_that_is_not_installed(tmp_path: Path) -> None:
-    code = """
-        import sys
-        sys.modules["megatron.core.package_info"] = None
-        import verl
-        from verl_sync_plugin.cli import doctor, probe
-        (found,) = probe.check_hooks({"m": probe.megatron_engine}, doctor.installed())
-        print(found.level, found.remedy)
-        """
-    ended = python(tmp_path, code)
-    assert ended.stdout.splitlines()[-1] == "problem install what 'megatron' belongs to", ended.stderr
 
 
 def test_differences_between_nodes() -> None:

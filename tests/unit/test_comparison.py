@@ -61,15 +61,10 @@ UNKNOWN = LoadMap("Model", 3, left=tuple(Left(n, "raises", "", ()) for n in rang
 @pytest.mark.parametrize(
     ("found", "known", "text"),
     [
-        *(  # a host copy is no excuse for a parameter, nor for what is sent
-            (found, {"restores": restores}, text)
-            for restores in (False, True)
-            for found, text in (
-                (with_one_more(False, "lm_head.weight"), r"leaves 1 of 3 .*in part: lm_head.weight \(0 of 4 elem"),
-                (with_one_more(True, "a"), r"leaves 1 of 3 .*in part: a \(0 of 4 elem"),
-                (IN_PART, r"in part: model\.normalizer \(1 of 4 elements\)"),
-            )
-        ),
+        # a host copy is no excuse for a parameter, nor for what is sent
+        (with_one_more(False, "lm_head.weight"), {}, r"leaves 1 of 3 .*in part: lm_head.weight \(0 of 4 elem"),
+        (with_one_more(True, "a"), {}, r"leaves 1 of 3 .*in part: a \(0 of 4 elem"),
+        (IN_PART, {}, r"in part: model\.normalizer \(1 of 4 elements\)"),
         (with_one_more(True), {"restores": False}, r"load_format=dummy: .*unwritten: model\.normalizer "),
         (UNKNOWN, {"loaded": True}, "did not tell which of the tensors"),
         (UNKNOWN, {"layers": 4}, "has 4 layers, the engine's 3 .*Give both the same"),
@@ -120,11 +115,9 @@ def test_an_engine_rank_that_hashes_something_else_is_an_error() -> None:
 
 
 def test_syncs_without_room_for_the_proof_do_not_use_up_the_first_ones() -> None:
+    """So many times, for each costs a load of marks."""
     cadence = Cadence("first")
-    for _ in range(MOST_TRIES):
-        cadence.note("plan", whole=False)
-    assert cadence.due("plan"), "none of them was verified"
-    for whole in (True, False, True):  # no more tries are given, since each costs a load of marks
+    for whole in (*[False] * MOST_TRIES, True, False, True):
         assert cadence.due("plan")
         cadence.note("plan", whole)
     assert not cadence.due("plan")

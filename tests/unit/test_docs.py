@@ -137,12 +137,8 @@ def test_every_release_has_its_row_of_this_stack_and_the_readme_names_it() -> No
 
 
 def test_every_family_has_its_row() -> None:
-    page = (ROOT / "docs" / "families.md").read_text()
-    names = [
-        name
-        for line in pages.part(page, "families").splitlines()[2:]
-        for name in line.split(" | ")[0].strip("| ").split("; ")
-    ]
+    _, _, *lines = pages.part((ROOT / "docs" / "families.md").read_text(), "families").splitlines()
+    names = [name for line in lines for name in line.split(" | ")[0].strip("| ").split("; ")]
     assert sorted(names) == sorted(FAMILIES), "write it again: make families"
 
 
@@ -227,10 +223,8 @@ def test_shell_block(block: str, tmp_path: Path) -> None:
 
 
 def test_settings_in_the_text_compose() -> None:
-    texts = {
-        " ".join(text.split()) for page in OF_COMMANDS for text in INLINE.findall(page.read_text(encoding="utf-8"))
-    }
-    for text in sorted(text for text in texts if "…" not in text):
+    found = {" ".join(text.split()) for page in OF_COMMANDS for text in INLINE.findall(page.read_text())}
+    for text in sorted(text for text in found if "…" not in text):
         rollout_of(*shlex.split(text))
 
 
@@ -246,10 +240,8 @@ def test_python_block_runs(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
         module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2, bias=False))
         backend = registry.get_sharding_manager("replicated", "sglang").backend
         trainer = backend(SimpleNamespace(module=module), SyncConfig(), torch.device("cpu"), "bfloat16")
-        shards = trainer.open_source().shards()
-        assert [view.name for shard in shards for view in shard.base.views] == [
-            name for name, _ in module.named_parameters()
-        ]
+        sent = [view.name for shard in trainer.open_source().shards() for view in shard.base.views]
+        assert sent == [name for name, _ in module.named_parameters()]
 
 
 def test_messages_that_troubleshooting_quotes_are_in_the_code() -> None:
@@ -260,8 +252,8 @@ def test_messages_that_troubleshooting_quotes_are_in_the_code() -> None:
     code = re.sub(r"\{[A-Z]\w*\}", "KEY", re.sub(r'"\s*\n\s*f?"', "", code))
     quoted = [each for row in rows for each in re.findall(r"`([^`]+)`", row)]
     ours = [each for each in quoted if " " in each and "Could not override" not in each and "struct" not in each]
-    assert len(ours) > 10
     templates = {"delivery is broadcast": "delivery is {self._chosen.name}"}
+    assert len(ours) > 10
     assert [each for each in ours if templates.get(each, each) not in code] == []
 
 
@@ -296,13 +288,11 @@ case "$*" in
     *verl_sync_plugin.cli*) exec {python} "$@" ;;
     *"-m verl.trainer.main_ppo"*)
         echo "a line of somebody else's"
-        if [[ $SYNCS == yes ]]; then
-            cat {reports} >> "$VERL_SYNC_REPORT_FILE"
-            echo "(TaskRunner pid=7) [verl-sync-plugin] pid 7 {line}"
-        fi
+        [[ $SYNCS == no ]] || cat {folder}/report >> "$VERL_SYNC_REPORT_FILE"
+        [[ $SYNCS == no ]] || echo "(TaskRunner pid=7) [verl-sync-plugin] pid 7 {line}"
         echo "(TaskRunner pid=7) step:1 - a/b:1 - c/d:2"
-        echo "$WORDS"
-        exit $ENDS ;;
+        echo "${{WORDS:-step:2 - a/b:1}}"
+        exit ${{ENDS:-0}} ;;
 esac
 """
 
@@ -311,13 +301,11 @@ def quickstart(folder: Path, **environment: str) -> subprocess.CompletedProcess[
     report = SyncReport.begun(1, "Manager", rank=0)
     report.delivery, report.tensors, report.nbytes, report.hashed_tensors = "direct", 27, 230_000, 27
     report.note_stage("update_weights", 0.0, 0.25)
-    (folder / "given.jsonl").write_text(json.dumps({"event": "sync_report", **report.as_dict()}) + "\n")
-    stand_in = folder / "python"
-    stand_in.write_text(STAND_IN.format(python=sys.executable, reports=folder / "given.jsonl", line=report.line()))
-    stand_in.chmod(0o755)
-    given = {"PYTHON": str(stand_in), "WORK": f"{folder}/work", "SYNCS": "yes", "WORDS": "step:2 - a/b:1", "ENDS": "0"}
+    (folder / "report").write_text(json.dumps({"event": "sync_report", **report.as_dict()}) + "\n")
+    (folder / "python").write_text(STAND_IN.format(python=sys.executable, folder=folder, line=report.line()))
+    (folder / "python").chmod(0o755)
     command = ["bash", str(ROOT / "examples" / "cpu_quickstart" / "run.sh")]
-    environment = {**os.environ, **given, **environment}
+    environment = {**os.environ, "PYTHON": f"{folder}/python", "WORK": f"{folder}/work", **environment}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
 
 
@@ -327,18 +315,17 @@ def test_it_ends_with_five_lines_and_leaves_log_and_page(tmp_path: Path) -> None
     first, sync, one, two, *last = ended.stdout.splitlines()
     assert str(work / "run.log") in first and [one, two] == ["step:1 ", "step:2 "]
     assert sync == "[verl-sync-plugin] pid 7 sync of step 1: 0.250 s, 27 tensors, 0.23 MB, direct, hashed 27"
-    assert len(last) == 5 and last[0].startswith("quickstart: reached step 2")
-    assert "sync of step 1: 0.250 s" in last[1] and str(work / "sync-report.html") in last[2]
-    assert str(work / "run.log") in last[3] and "verl-sync doctor" in last[4]
+    parts = ("quickstart: reached step 2", "sync of step 1: 0.250 s", f"{work}/sync-report.html", f"{work}/run.log")
+    assert all(part in line for part, line in zip((*parts, "verl-sync doctor"), last, strict=True))
     assert "a line of somebody else's" in (work / "run.log").read_text()
     assert "<html" in (work / "sync-report.html").read_text()
 
 
 @pytest.mark.parametrize("shown", ["plugin", "all"])
 def test_without_syncs_or_a_file_of_its_own_it_makes_no_page(shown: str, tmp_path: Path) -> None:
-    ended = quickstart(tmp_path, SYNCS="no", SHOW=shown, VERL_SYNC_REPORT_FILE=str(tmp_path / "mine.jsonl"))
+    ended = quickstart(tmp_path, SYNCS="no", SHOW=shown, VERL_SYNC_REPORT_FILE=f"{tmp_path}/mine.jsonl")
     assert ended.returncode == 0 and ("somebody else's" in ended.stdout) is (shown == "all")
-    assert "stock verl moved the weights" in ended.stdout and str(tmp_path / "mine.jsonl") in ended.stdout
+    assert "stock verl moved the weights" in ended.stdout and f"{tmp_path}/mine.jsonl" in ended.stdout
     assert not (tmp_path / "work" / "sync-report.html").exists()
 
 

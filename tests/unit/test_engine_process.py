@@ -12,25 +12,29 @@ from types import SimpleNamespace
 import pytest
 
 from verl_sync_plugin.rollouts import LocalLaunch
-from verl_sync_plugin.rollouts.process import EngineProcess, serve
+from verl_sync_plugin.rollouts.process import EngineProcess
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 
-SLOW_SECONDS = 1.0
-
+ENGINE = """
+import asyncio
+from types import SimpleNamespace
+from verl_sync_plugin.rollouts.process import serve
 
 class Server:
-    def __init__(self) -> None:
-        self.engine = SimpleNamespace(loop=asyncio.new_event_loop(), shutdown=lambda: None)
+    engine = SimpleNamespace(loop=asyncio.new_event_loop(), shutdown=lambda: None)
 
-    async def resume_tags(self, tags: list[str]) -> None:
-        await asyncio.sleep(SLOW_SECONDS if tags == ["slow"] else 0)
+    async def resume_tags(self, tags):
+        await asyncio.sleep(1.0 if tags == ["slow"] else 0)
+
+serve("An engine", Server)
+"""
 
 
-def test_an_answer_that_comes_too_late_stops_no_later_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    process = EngineProcess(LocalLaunch("An engine", __name__, (), {}, False), [])
-    endpoint = RolloutEndpoint(SimpleNamespace(ENGINE="An engine"), process.ask, timeout_seconds=SLOW_SECONDS / 4)  # type: ignore[arg-type]
+def test_an_answer_that_comes_too_late_stops_no_later_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "an_engine.py").write_text(ENGINE)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), *sys.path)))
+    process = EngineProcess(LocalLaunch("An engine", "an_engine", (), {}, False), [])
+    endpoint = RolloutEndpoint(SimpleNamespace(ENGINE="An engine"), process.ask, timeout_seconds=0.25)  # type: ignore[arg-type]
     try:
         process.ready.result(60)
         with pytest.raises(TimeoutError, match=r"An engine did not answer within 0\.25 s \(.*timeout_seconds\)"):
@@ -39,7 +43,3 @@ def test_an_answer_that_comes_too_late_stops_no_later_call(monkeypatch: pytest.M
         asyncio.run(endpoint.resume([]))
     finally:
         process.close()
-
-
-if __name__ == "__main__":
-    serve("An engine", Server)

@@ -71,7 +71,7 @@ def turned(run: Run) -> Run:
 SAME = st.shared(st.integers(4, 14), key="stride")
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(runs().map(turned) | runs(SAME).map(turned), runs() | runs(SAME))
 def test_exactly_what_goes_through_both(first: Run, second: Run) -> None:
     found = compose(first, second)
@@ -83,7 +83,7 @@ def test_exactly_what_goes_through_both(first: Run, second: Run) -> None:
         assert len(found) <= 1
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12)), max_size=12), runs())
 def test_a_run_meets_every_part_that_it_reads(drawn: list[tuple[int, int]], run: Run) -> None:
     parts, at = [], 0
@@ -113,21 +113,6 @@ def test_repetitions_that_overlap_are_nobodys() -> None:
         for pair in itertools.permutations((Run(0, 0, 64), Run(0, 0, 4, 3, stride, stride))):
             with pytest.raises(AssertionError, match="overlap"):
                 compose(*pair)
-
-
-def test_boxes_of_one_to_four_dimensions_are_where_slicing_puts_them() -> None:
-    chance = random.Random(1)
-    for _ in range(600):
-        whole = [chance.randint(1, 5) for _ in range(chance.randint(1, 4))]
-        size = [length if chance.random() < 0.5 else chance.randint(1, length) for length in whole]
-        offset = [chance.randint(0, length - held) for length, held in zip(whole, size, strict=True)]
-        box, found, expected = torch.arange(1, 1 + math.prod(size)), torch.zeros(math.prod(whole)), torch.zeros(whole)
-        for run in (plain for each in box_runs(size, offset, whole) for plain in each.repeats()):
-            part = found[run.target : run.target + run.width]
-            assert part.numel() == run.width and not part.any(), "written twice, or outside"
-            part.copy_(box[run.source : run.source + run.width])
-        expected[tuple(slice(at, at + held) for at, held in zip(offset, size, strict=True))] = box.view(size).float()
-        assert torch.equal(found.view(whole), expected), (size, offset, whole)
 
 
 def test_few_runs_where_rows_lie_at_one_stride() -> None:
@@ -176,68 +161,50 @@ def covered(spans: np.ndarray) -> set[int]:
     return {number for first, end in spans.tolist() for number in range(first, end)}
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(10))
 def test_a_box_is_what_a_copy_moves(seed: int) -> None:
     rng = random.Random(seed)
-    shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(1, 4)))
-    memory = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    source = view_of(memory, rng)
-    target = torch.arange(1000)[3:][: source.numel()].reshape(tuple(reversed(source.shape))).permute(
-        *reversed(range(source.dim()))
-    )  # fmt: skip
-    first = int(source.storage_offset()), int(target.storage_offset())
-    box = box_of(source.shape, source.stride(), target.stride(), *first)
-    expected = dict(zip(source.flatten().tolist(), target.flatten().tolist(), strict=True))
-    assert dict(elements_of(box)) == expected and box.numel == len(expected)
-    runs = box.runs(2)
-    bytes_of = {2 * s + b: 2 * t + b for s, t in expected.items() for b in range(2)}
-    assert dict(move for run in runs for move in moves(run)) == bytes_of
-    assert len(runs) == box.run_count
-    assert covered(spans_of([box_spans(box, True)])) == set(expected)
-    assert covered(spans_of([box_spans(box, False, 2)])) == set(bytes_of.values())
-    packed = box.packed()
-    assert sorted(t for _, t in elements_of(packed)) == list(range(box.numel))
-    assert {s for s, _ in elements_of(packed)} == set(expected)
+    for _ in range(15):
+        shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(1, 4)))
+        source = view_of(torch.arange(math.prod(shape)).reshape(shape), rng)
+        target = torch.arange(1000)[3:][: source.numel()].reshape(source.shape[::-1])
+        target = target.permute(*reversed(range(source.dim())))
+        first = int(source.storage_offset()), int(target.storage_offset())
+        box = box_of(source.shape, source.stride(), target.stride(), *first)
+        expected = dict(zip(source.flatten().tolist(), target.flatten().tolist(), strict=True))
+        assert dict(elements_of(box)) == expected and box.numel == len(expected)
+        runs = box.runs(2)
+        bytes_of = {2 * s + b: 2 * t + b for s, t in expected.items() for b in range(2)}
+        assert dict(move for run in runs for move in moves(run)) == bytes_of
+        assert len(runs) == box.run_count
+        assert covered(spans_of([box_spans(box, True)])) == set(expected)
+        assert covered(spans_of([box_spans(box, False, 2)])) == set(bytes_of.values())
+        packed = elements_of(box.packed())
+        assert sorted(t for _, t in packed) == list(range(box.numel)) and {s for s, _ in packed} == set(expected)
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_spans(seed: int) -> None:
-    rng = random.Random(seed)
-    pairs = [np.array([[a, a + rng.randint(0, 5)] for a in rng.choices(range(30), k=rng.randint(0, 5))]) for _ in "ab"]
-    one, other = (spans_of([each]) for each in pairs)
-    assert covered(without(one, other)) == covered(one) - covered(other)
-    assert covered(spans_of([one, other])) == covered(one) | covered(other)
+def test_spans() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        pairs = [[(a, a + rng.randint(0, 5)) for a in rng.choices(range(30), k=rng.randint(0, 5))] for _ in "ab"]
+        one, other = (spans_of([np.array(each).reshape(-1, 2)]) for each in pairs)
+        assert covered(without(one, other)) == covered(one) - covered(other)
+        assert covered(spans_of([one, other])) == covered(one) | covered(other)
 
 
-def entry(name: str, numel: int, dtype: str = FP32) -> Entry:
-    size = 4 if dtype == FP32 else 2
-    return Entry(name, dtype, (numel,), None, numel * size, ())
-
-
-ENTRIES = {"a": entry("a", 8), "b": entry("b", 8), "c": entry("c", 8)}
-BY_TORCH = {0: 0, 1: 1, 2: 2}
-WHOLE, UPPER, LOWER = Box(0, 0, ((8, 1, 1),)), Box(0, 0, ((4, 1, 1),)), Box(4, 0, ((4, 1, 1),))
+WHOLE, UPPER = Box(0, 0, ((8, 1, 1),)), Box(0, 0, ((4, 1, 1),))
 
 
 def moved(*moves: tuple[int, Box], dtype: str = FP32, **more: object) -> LoadMap:
     return LoadMap(moves=tuple(Move(n, n, dtype, box) for n, box in moves), **more)  # type: ignore[arg-type]
 
 
-def test_what_the_ranks_of_an_engine_leave_alone() -> None:
-    one, other = moved((0, UPPER), (1, WHOLE)), moved((0, LOWER))
-    assert unused(ENTRIES, BY_TORCH, [one, other]) == [(2, 32, 32)]
-    assert unused(ENTRIES, BY_TORCH, [one]) == [(0, 16, 32), (2, 32, 32)]
-    by_itself = moved((0, WHOLE), (1, WHOLE), left=(Left(2, "is computed", "", ((0, 6),)),))
-    assert unused(ENTRIES, BY_TORCH, [by_itself]) == [(2, 8, 32)]
-    skips = moved((0, WHOLE), (1, WHOLE), skipped=((2, "nobody needs it"),))
-    assert not unused(ENTRIES, BY_TORCH, [skips])
-    tied = moved((0, WHOLE), (1, UPPER))
-    assert unused(ENTRIES, {**BY_TORCH, 2: 0}, [tied]) == [(1, 16, 32)], "what is tied is used together"
-    assert unused(ENTRIES, BY_TORCH, []) == [(0, 32, 32), (1, 32, 32), (2, 32, 32)]
-
-
-def test_a_tensor_with_gaps_has_only_its_own_elements() -> None:
-    columns = Entry("a", BF16, (4, 3), (8, 1), 54, ())
+def test_what_is_skipped_or_no_element_is_not_left_out() -> None:
+    """Tensors that are: ``contract/test_engine_models.py``."""
+    flat = Entry("a", FP32, (8,), None, 32, ())
+    some = moved((0, WHOLE), skipped=((1, "nobody needs it"),))
+    assert unused(dict.fromkeys("abc", flat), {0: 0, 1: 1, 2: 2}, [some]) == [(2, 32, 32)]
+    columns = Entry("a", BF16, (4, 3), (8, 1), 54, ())  # rows with gaps
     assert unused({"a": columns}, {0: 0}, [moved((0, own_box((4, 3), (8, 1))), dtype=BF16)]) == []
     assert unused({"a": columns}, {0: 0}, [moved((0, Box(0, 0, ((2, 8, 3), (3, 1, 1)))))]) == [(0, 12, 24)]
 

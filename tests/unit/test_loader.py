@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
 import sys
 import uuid
 from types import SimpleNamespace
@@ -20,7 +19,7 @@ from sglang.srt.utils.common import SafeUnpickler
 from verl_sync_plugin.rollouts.sglang import loader
 from verl_sync_plugin.rollouts.sglang.loader import wait_for_forwards
 from verl_sync_plugin.rollouts.sglang.request import TOKEN_VARIABLE, dumps, hand_down, new_token, pack_request
-from verl_sync_plugin.rollouts.sglang.server import server_of_one_engine
+from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer, server_of_one_engine
 from verl_sync_plugin.transport import protocol
 from verl_sync_plugin.transport.channel import Listener
 from verl_sync_plugin.transport.protocol import LoadRequest
@@ -101,38 +100,30 @@ def test_an_engine_rank_that_cannot_come_says_why_in_its_log(
     assert "engine rank 3 could not reach" in said and "Trainer and engine must run the same version" in said
 
 
-SERVER = """
-import sys
-from ray import cloudpickle
-server = cloudpickle.loads(sys.stdin.buffer.read())
-from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
-assert issubclass(server, SyncSGLangHttpServer)
-print(server.engine_token)
-"""
-
-
-def test_the_servers_of_all_hosts_of_an_engine_hold_one_token() -> None:
+def test_the_servers_of_all_hosts_of_an_engine_hold_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """verl sends the class to each host; it is a new one in every process."""
     first, second = server_of_one_engine(), server_of_one_engine()
     assert first.engine_token != second.engine_token != ""
     sent = cloudpickle.dumps(first)
-    host = subprocess.run([sys.executable, "-c", SERVER], input=sent, capture_output=True, check=True)
-    assert host.stdout.decode().strip().splitlines()[-1] == first.engine_token
-
-
-def replaced(content: bytes) -> Any:
-    """Stands in torch's place, as ``megatron.core.safe_globals.safe_load_from_bytes`` does."""
-    return torch.load(io.BytesIO(content), weights_only=True)
+    for known in ("CLASS", "ID"):  # as in a process that has never seen the class
+        monkeypatch.setattr(cloudpickle.cloudpickle, f"_DYNAMIC_CLASS_TRACKER_BY_{known}", {})
+    host = cloudpickle.loads(sent)
+    assert host is not first and issubclass(host, SyncSGLangHttpServer)
+    assert host.engine_token == first.engine_token
 
 
 @pytest.mark.parametrize("foreign", [False, True])
 def test_sglang_unpickles_tensors_by_value(foreign: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another function stands in torch's place, as ``megatron.core.safe_globals`` has it."""
+
+    def safe_load(content: bytes) -> Any:
+        return torch.load(io.BytesIO(content), weights_only=True)
+
     if foreign:
-        monkeypatch.setattr(torch.storage, "_load_from_bytes", replaced)
+        monkeypatch.setattr(torch.storage, "_load_from_bytes", safe_load)
     held = torch.storage._load_from_bytes
     packed = dumps([("name", torch.arange(6, dtype=torch.bfloat16).view(2, 3)), ("empty", torch.empty(0))])
-    assert torch.storage._load_from_bytes is held
-    assert b"test_loader" not in packed
+    assert torch.storage._load_from_bytes is held and b"test_loader" not in packed
     (name, tensor), (_, empty) = SafeUnpickler(io.BytesIO(packed)).load()
     assert name == "name" and tensor.dtype == torch.bfloat16 and tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert empty.numel() == 0
