@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
+import pickle
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import hydra
 import pytest
@@ -18,7 +19,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_sync_plugin.hooks.driver import CheckKeys
 
@@ -29,12 +30,6 @@ def _hydra(config_dir: Path, program: str) -> Hydra:
     hydra.version.setbase(None)  # as verl
     GlobalHydra.instance().clear()
     return Hydra.create_main_hydra2(program, create_config_search_path(f"file://{config_dir}"))
-
-
-def composed(*overrides: str, name: str = "ppo_trainer") -> DictConfig:
-    """As a program of the user's composes it: no driver has settled anything."""
-    with hydra.initialize_config_dir(str(CONFIG_DIR), version_base=None):
-        return hydra.compose(name, overrides=list(overrides))
 
 
 def run(
@@ -70,28 +65,51 @@ def multirun(folder: Path, *overrides: str, name: str = "ppo_trainer") -> list[D
 
 
 @cache
-def _composed(name: str, config_dir: Path, program: str, groups: tuple[str, ...]) -> DictConfig:
-    """Composes the config of ``run`` from choices of groups alone, before any callback has seen it."""
+def _composed(name: str, config_dir: Path, program: str, groups: tuple[str, ...]) -> bytes:
+    """Composes the config of ``run`` from choices of groups alone, before any callback has seen it. Returns its pickle,
+    from which a copy takes a tenth of the time of ``deepcopy``."""
     try:
-        found: DictConfig = _hydra(config_dir, program).compose_config(
+        found = _hydra(config_dir, program).compose_config(
             name, ["hydra.output_subdir=null", *groups], run_mode=RunMode.RUN, with_log_configuration=False
         )
-        return found
+        return pickle.dumps(found)
     finally:
         GlobalHydra.instance().clear()
+
+
+_load = OmegaConf.load
+
+
+@cache
+def _read(file: Path) -> bytes:
+    return pickle.dumps(_load(file))
+
+
+def _given(overrides: tuple[str, ...], name: str, config_dir: Path, program: str) -> DictConfig:
+    given = ("actor_rollout_ref.rollout.name=sglang", *overrides)
+    groups = tuple(each for each in given if "." not in each.partition("=")[0])
+    config: DictConfig = pickle.loads(_composed(name, config_dir, program, groups))
+    values = [each for each in given if each not in groups]
+    ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), config)
+    OmegaConf.update(config, "hydra.overrides.task", [*groups, *values])
+    return config
 
 
 def config_of(
     *overrides: str, name: str = "ppo_trainer", config_dir: Path = CONFIG_DIR, program: str = "main_ppo"
 ) -> DictConfig:
     """The config of a run with SGLang; arguments as of ``run``, which takes ten times as long."""
-    given = ("actor_rollout_ref.rollout.name=sglang", *overrides)
-    groups = tuple(each for each in given if "." not in each.partition("=")[0])
-    config = deepcopy(_composed(name, config_dir, program, groups))
-    values = [each for each in given if each not in groups]
-    ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(values), config)
-    OmegaConf.update(config, "hydra.overrides.task", [*groups, *values])
-    CheckKeys().on_run_start(config)
+    config = _given(overrides, name, config_dir, program)
+    with mock.patch.object(OmegaConf, "load", lambda file: pickle.loads(_read(file))):
+        CheckKeys().on_run_start(config)
+    return config
+
+
+def composed(*overrides: str, name: str = "ppo_trainer") -> DictConfig:
+    """The same as a program of the user's composes it: no driver has settled anything."""
+    config = _given(overrides, name, CONFIG_DIR, "main_ppo")
+    with open_dict(config):
+        del config.hydra
     return config
 
 

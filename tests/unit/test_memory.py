@@ -7,14 +7,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from verl_sync_plugin.transport.memory import CudaExporter, Staging, create_staging, open_staging
+from verl_sync_plugin.transport.memory import CudaExporter, create_staging, open_staging
 
 CPU, SLOT_BYTES = torch.device("cpu"), 48
 HOLDS = """
@@ -31,17 +30,16 @@ def verl_sync_files() -> set[str]:
     return {str(file) for folder in folders for file in folder.glob("*verl-sync*")}
 
 
-@pytest.mark.parametrize("killed", [True, False])
-def test_nothing_is_left_of_a_process_that_nobody_has_read_from(killed: bool) -> None:
+def test_nothing_is_left_of_processes_that_nobody_has_read_from() -> None:
     before, pipe = verl_sync_files(), subprocess.PIPE
-    process = subprocess.Popen([sys.executable, "-c", HOLDS], stdin=pipe, stdout=pipe, text=True)
-    assert process.stdout is not None
-    path = process.stdout.readline().strip()
-    assert os.path.exists(path) and verl_sync_files() == before, "not even while it is there"
-    if killed:
-        process.kill()
-    process.communicate("\n")
-    assert verl_sync_files() == before and not os.path.lexists(path)
+    command = [sys.executable, "-c", HOLDS]
+    killed, ended = processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(2)]
+    paths = [process.stdout.readline().strip() for process in processes if process.stdout]
+    assert all(map(os.path.exists, paths)) and verl_sync_files() == before, "not even while it is there"
+    killed.kill()
+    for process in (killed, ended):
+        process.communicate("\n")
+    assert verl_sync_files() == before and not any(map(os.path.lexists, paths))
 
 
 def test_memory_outlives_its_owner_where_it_is_mapped() -> None:
@@ -54,12 +52,13 @@ def test_memory_outlives_its_owner_where_it_is_mapped() -> None:
     assert int(mapped.sum()) == 3 * 2 * SLOT_BYTES
 
 
-@pytest.mark.parametrize("act", [lambda staging: staging.close(), lambda staging: None], ids=["closed", "forgotten"])
-def test_its_file_is_closed_with_it(act: Callable[[Staging], None]) -> None:
+@pytest.mark.parametrize("closed", [True, False])
+def test_its_file_is_closed_with_it(closed: bool) -> None:
     before = set(os.listdir("/proc/self/fd"))
     staging = create_staging(CPU, 1, SLOT_BYTES)
     export = staging.export()
-    act(staging)
+    if closed:
+        staging.close()
     del staging
     assert not os.path.lexists(export.handle[0]) and set(os.listdir("/proc/self/fd")) <= before
     with pytest.raises(FileNotFoundError, match=f"trainer's {SLOT_BYTES} bytes is not visible here"):

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, Mixtra
 from verl_sync_plugin.layout.tensors import Base, Member, View
 from verl_sync_plugin.lora.peft import LoRAWeight
 from verl_sync_plugin.trainers.lora import served_parts
-from verl_sync_plugin.trainers.naming import checkpoint_rewrite, hf_views, saved_names
+from verl_sync_plugin.trainers.naming import checkpoint_rewrite, hf_views
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 32}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
@@ -56,12 +56,6 @@ def test_adapters_and_a_model_from_no_checkpoint_keep_their_names() -> None:
     assert "model.layers.0.mlp.experts.2.up_proj.weight" in sent(model)
     key = "model.layers.0.mlp.experts.lora_A.default.weight"
     assert [name for name, _ in checkpoint_rewrite(model)([(key, torch.empty(2))])] == [key]
-
-
-def test_the_second_name_of_a_tied_parameter_is_not_in_a_checkpoint() -> None:
-    unsaved = frozenset({"lm_head.weight"})
-    assert saved_names(["model.embed_tokens.weight", "lm_head.weight"], unsaved) == ["model.embed_tokens.weight"]
-    assert saved_names(["lm_head.weight"], unsaved) == ["lm_head.weight"], "no longer tied: a tensor of its own"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,14 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``@register_sharding_manager`` and the look-up."""
+"""Checks who may serve: managers by ``@register_sharding_manager``, and in verl's registries no other plugin."""
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
+import re
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
+from verl.workers.rollout.base import _ROLLOUT_REGISTRY, get_rollout_class
+from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from hydra_run import rollout_of
 from verl_sync_plugin import sharding_manager
 from verl_sync_plugin.config.settings import SHORT_BUCKET_KEY
 from verl_sync_plugin.errors import RegistryConflictError
+from verl_sync_plugin.hooks.driver import SyncRolloutConfig
 from verl_sync_plugin.sharding_manager import get_sharding_manager, register_sharding_manager
 from verl_sync_plugin.sync.manager import ShardingManager
 
@@ -56,3 +66,68 @@ def test_what_is_no_manager_or_not_there_is_refused() -> None:
 def test_a_manager_without_a_backend_says_what_it_lacks() -> None:
     with pytest.raises(TypeError, match="Mine: name a backend"):
         object.__new__(Mine).open_source()
+
+
+# verl's registries
+
+
+class StrangeEngine(FSDPEngineWithLMHead):
+    """Another plugin's."""
+
+
+MINE, OTHER = f"{__name__}.StrangeEngine here", {"VERL_ENGINE_VENDOR": "other"}
+TAKEN = "where verl-sync-plugin needs its own: another plugin has taken the key. Uninstall one"
+VERLS = "verl.workers.engine.fsdp.transformer_impl.FSDPEngineWithLMHead here, verl's own: "
+
+
+@pytest.mark.parametrize(
+    ("taken", "vendor", "environment", "said"),
+    [
+        (("fsdp2",), "nvidia", {}, ("fsdp2 is", MINE, TAKEN)),
+        (("fsdp", "fsdp2"), "other", OTHER, ("fsdp, fsdp2 is", MINE, TAKEN)),
+        ((), "", OTHER, ("fsdp, fsdp2 is", VERLS, "Set VERL_ENGINE_VENDOR=nvidia")),
+        ((), "", {}, ("exports a plain weight stream", "actor.strategy other than fsdp, fsdp2, megatron")),
+    ],
+    ids=["taken", "more specific", "other vendor", "other strategy"],
+)
+def test_an_engine_that_is_not_ours_is_named_in_the_first_sync(
+    taken: tuple[str, ...], vendor: str, environment: dict[str, str], said: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for strategy in taken:
+        monkeypatch.setitem(EngineRegistry._engines["language_model"][strategy], ("cuda", vendor), StrangeEngine)
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    adapter: Any = get_rollout_class("sglang")
+    with pytest.raises(RegistryConflictError if taken or environment else ValueError) as caught:
+        asyncio.run(adapter.update_weights(SimpleNamespace(_separate=None), iter([]), global_steps=1))
+    text = str(caught.value)
+    assert all(each in text for each in (*said, "custom.sync.enabled=False")), text
+
+
+def test_a_missing_engine_is_named_where_verl_asks_for_its_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other processes may run on machines without an engine."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "sglang" else find(name, *more)
+    )
+    SyncRolloutConfig(name="sglang", mode="async")
+    with pytest.raises(ValueError, match=r"rollout\.name='sglang': SGLang is not installed in "):
+        RolloutReplicaRegistry.get("sglang")
+
+
+@pytest.mark.parametrize(
+    ("registry", "key", "what"),
+    [
+        (RolloutReplicaRegistry._registry, "sglang", "rollout replica"),
+        (_ROLLOUT_REGISTRY, ("sglang", "async"), "rollout adapter"),
+    ],
+)
+def test_a_key_that_was_taken_later_is_named_in_the_rollout_config(
+    registry: Any, key: Any, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(registry, key, "other.Strange")
+    SyncRolloutConfig(name="vllm", mode="async")
+    text = f"verl's {what} for sglang is already taken by 'other.Strange'"
+    with pytest.raises(RegistryConflictError, match=re.escape(text)):
+        SyncRolloutConfig(name="sglang", mode="async")

@@ -20,22 +20,12 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from verl_sync_plugin import report as module
+from verl_sync_plugin import report as reports
 from verl_sync_plugin.cli import main
 from verl_sync_plugin.hooks import trainer
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, View
-from verl_sync_plugin.report import (
-    MAX_SPANS,
-    PHASE_STAGES,
-    REPORT_FILE_VARIABLE,
-    SyncReport,
-    metrics_of,
-    progress,
-    progress_line,
-    timing_of,
-    write_report,
-)
+from verl_sync_plugin.report import MAX_SPANS, PHASE_STAGES, REPORT_FILE_VARIABLE, SyncReport, progress, progress_line
 from verl_sync_plugin.transport.protocol import ALL
 
 GIB = 2**30
@@ -94,13 +84,13 @@ def test_the_line_fits_a_terminal() -> None:
 
 def test_of_several_replicas_bytes_add_up_and_the_worst_of_the_rest_counts() -> None:
     slow = report(stages={"update_weights": 3.0, "resume_kv": 0.5})
-    assert timing_of([report().as_dict(), slow.as_dict()]) == {
+    assert reports.timing_of([report().as_dict(), slow.as_dict()]) == {
         "sync/pack": 9.0, "sync/resume_kv": 0.5, "sync/resume_weights": 0.25, "sync/sleep": 0.5,
         "sync/update_weights": 3.0, "sync/phase": 3.5,
     }  # fmt: skip
     other = report(nbytes=1_000_000_000, buckets=5, peak_device_bytes=8, own_bytes=3, network_bytes=4, bucket_bytes=6)
     one = report(own_bytes=1, verified_tensors=5, not_comparable=2, replayed_tensors=7, coverage_expected=11)
-    found = metrics_of([one.as_dict(), other.as_dict()])
+    found = reports.metrics_of([one.as_dict(), other.as_dict()])
     expected = {
         "active": 1, "bytes": 5e9, "gigabytes_per_second": 0.5, "buckets": 5, "bucket_bytes": 6, "tensors": 7,
         "peak_device_bytes": 8, "coverage_expected": 11, "own_bytes": 4, "network_bytes": 4, "verified_tensors": 0,
@@ -120,8 +110,8 @@ def test_a_sync_that_takes_long_says_how_far_it_is(
     measured.handed_over = (plan, ALL)
     assert "bucket 4 of 4, 0.04 of 0.04 GB" in progress_line(measured, 11.0)
     measured.handed_over = (plan, 0)
-    assert module.EVERY_SECONDS == 5.0
-    monkeypatch.setattr(module, "EVERY_SECONDS", 0.15)
+    assert reports.EVERY_SECONDS == 5.0
+    monkeypatch.setattr(reports, "EVERY_SECONDS", 0.15)
     for speaks, seconds, most in ((True, 0.0, 0), (False, 0.4, 0), (True, 0.55, 4)):
         with pytest.raises(RuntimeError), progress(measured, speaks), measured.stage("connect"):
             time.sleep(seconds)
@@ -215,9 +205,9 @@ def line(step: int, rank: int = 0, pid: int = 7, **changes: Any) -> dict[str, An
 class Page:
     """The cells of a page's tables by the table's id, and its text without markup."""
 
-    def __init__(self, text: str) -> None:
-        self.text = bare(text)
-        tables = re.findall(r'<table[^>]*id="(\w+)"[^>]*>(.*?)</table>', text, re.DOTALL)
+    def __init__(self, markup: str) -> None:
+        self.markup, self.text = markup, bare(markup)
+        tables = re.findall(r'<table[^>]*id="(\w+)"[^>]*>(.*?)</table>', markup, re.DOTALL)
         self.cells = {
             name: [list(map(bare, re.findall(r"<t[dh].*?>(.*?)</t[dh]>", row))) for row in table.split("<tr>")[1:]]
             for name, table in tables
@@ -238,18 +228,17 @@ def written(folder: Path, *lines: Any, name: str = "reports.jsonl") -> Path:
     return file
 
 
-def page_of(file: Path, *options: str) -> tuple[str, Page]:
+def page_of(file: Path, *options: str) -> Page:
     assert main(["report", str(file), *options]) == 0
     folder = file if file.is_dir() else file.parent
-    text = (folder / "sync-report.html").read_text(encoding="utf-8")
-    return text, Page(text)
+    return Page((folder / "sync-report.html").read_text(encoding="utf-8"))
 
 
 def test_figures_are_those_of_the_file_and_nothing_points_elsewhere(tmp_path: Path) -> None:
     lines = [line(step) for step in range(5)]
-    text, page = page_of(written(tmp_path, *lines))
-    assert "<script" not in text and "@import" not in text and 'name="viewport"' in text
-    links = re.findall(r'(?:src|href)="([^"]*)"|url\(([^)]*)\)', text)
+    page = page_of(written(tmp_path, *lines))
+    assert "<script" not in page.markup and "@import" not in page.markup and 'name="viewport"' in page.markup
+    links = re.findall(r'(?:src|href)="([^"]*)"|url\(([^)]*)\)', page.markup)
     assert links and all(target.startswith("#") for pair in links for target in pair if target)
     assert "Tiny-7B: FSDP2 → SGLang on 8 × NVIDIA H200, 2026-09-21" in page.text
     times = [sum(each["stages"].get(stage, 0) for stage in PHASE_STAGES) for each in lines]
@@ -276,9 +265,9 @@ def test_the_verdict_says_what_is_wrong_and_how_syncs_were_proven(
     changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     changed = line(1, device_used_bytes={}, manager="<script>", spans=[('"><script>', 1.0, 1.0)], **changes)
-    text, page = page_of(written(tmp_path, line(0), changed))
+    page = page_of(written(tmp_path, line(0), changed))
     level, _, words = said.partition(": ")
-    assert f'<p class="{level}">' in text and f"; {words}." in page.text and "<script" not in text
+    assert f'<p class="{level}">' in page.markup and f"; {words}." in page.text and "<script" not in page.markup
 
 
 def test_the_slowest_of_several_ranks_counts(tmp_path: Path) -> None:
@@ -289,7 +278,7 @@ def test_the_slowest_of_several_ranks_counts(tmp_path: Path) -> None:
     written(tmp_path, {"event": "another"}, name="c.jsonl")
     (elsewhere := tmp_path / "elsewhere").mkdir()
     slower = written(elsewhere, *(line(step, 16) for step in range(3)), name="other")
-    _, page = page_of(tmp_path, "--against", str(slower))
+    page = page_of(tmp_path, "--against", str(slower))
     assert [cells[0] for cells in page.cells["syncs"][1:]] == ["0", "1", "2"]
     assert page.row("numbers", "update_weights") == ["0.38 s", "0.47 s", "0.50 s", "0.59 s"]
     assert "3 syncs, median 0.75 s" in page.text and "median of the other run" in page.text
@@ -300,10 +289,10 @@ def test_the_slowest_of_several_ranks_counts(tmp_path: Path) -> None:
 def test_many_syncs_share_bars_and_the_worst_is_drawn(tmp_path: Path) -> None:
     lines = [line(step) for step in range(500)]
     lines[250]["stages"]["sleep"] = 600.0
-    text, page = page_of(written(tmp_path, *lines))
+    page = page_of(written(tmp_path, *lines))
     assert "each bar the mean of 5" in page.text and "slowest of a bar" in page.text
-    assert text.count(f"{lines[250]['stages']['update_weights'] + 600.03125:.2f} s, step 250<") == 1
-    assert len(page.cells["syncs"]) == 501 and len(text) < 2_000_000
+    assert page.markup.count(f"{lines[250]['stages']['update_weights'] + 600.03125:.2f} s, step 250<") == 1
+    assert len(page.cells["syncs"]) == 501 and len(page.markup) < 2_000_000
 
 
 def test_what_a_leader_writes(
@@ -314,11 +303,11 @@ def test_what_a_leader_writes(
         report = SyncReport.begun(step, "M", rank=3)
         with report.stage("update_weights"), report.stage("pack"):
             pass
-        write_report(report)
+        reports.write_report(report)
     assert capsys.readouterr().out.count("is not written") == 1
     lines = [json.loads(text) for text in (tmp_path / "reports.jsonl").read_text().splitlines()]
     assert "versions" in lines[0] and "versions" not in lines[1]
-    _, page = page_of(tmp_path)
+    page = page_of(tmp_path)
     assert f"torch {lines[0]['versions']['torch']}" in page.text and "Weight syncs on ? × CPU, 20" in page.text
     assert page.row("syncs", "1")[-1].startswith("M, rank 3 on ")
 
@@ -326,10 +315,10 @@ def test_what_a_leader_writes(
 def test_of_several_runs_in_a_file_the_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = [line(step) for step in range(5)], [line(step, pid=8) for step in range(4, 6)]
     file = written(tmp_path, *first, *second, *(line(step, pid=9) for step in range(3)), json.dumps(line(3))[:70])
-    _, page = page_of(file)
+    page = page_of(file)
     assert len(page.cells["syncs"]) == 4 and "run 3 of 3" in page.text
     assert "reports.jsonl:11" in page.text and "reports.jsonl:11" in capsys.readouterr().out, "a line cut short"
-    _, page = page_of(file, "--run", "2")
+    page = page_of(file, "--run", "2")
     assert [cells[0] for cells in page.cells["syncs"][1:]] == ["4", "5"]
 
 

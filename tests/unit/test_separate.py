@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rollout on GPUs of its own: who may be in one group, what a trainer rank refuses before anything is sent, and
-replicas whose processes, which are actors of Ray, have died before a sync. One that dies in a sync:
-``e2e/test_separate_async.py``."""
+replicas that have died before a sync. One that dies in a sync: ``e2e/test_separate_async.py``."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,10 +12,11 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import ray
 import torch.distributed as dist
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 from verl.checkpoint_engine.base import CheckpointEngineManager
 
+from verl_sync_plugin.hooks import separate
 from verl_sync_plugin.hooks.separate import OutlivingManager, SyncCheckpointEngine
 from verl_sync_plugin.rollouts import rollout_of
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
@@ -76,61 +75,55 @@ def test_the_others_hear_of_a_stream_that_is_not_the_plugins() -> None:
 # Replicas that have died before a sync
 
 
-@ray.remote(num_cpus=0)
-class Process:
-    """A worker, or a server with SGLang's processes; or verl's router, as far as it is asked here."""
-
-    def __init__(self) -> None:
-        self.engine, self.removed = True, list[str]()
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def end_engine(self) -> None:
-        self.engine = False
-
-    def engine_alive(self) -> bool:
-        return self.engine
-
-    def remove_servers(self, names: list[str]) -> list[str]:
-        self.removed += names
-        return self.removed
+def actor(**answers: Any) -> Any:
+    """A handle of Ray's, whose calls have answered already, or have failed."""
+    return SimpleNamespace(**{name: SimpleNamespace(remote=lambda it=it: it) for name, it in answers.items()})
 
 
-def replica(rank: int) -> Any:
+def replica(rank: int, worker: Any = True, engine: Any = True) -> Any:
     """Holds what the manager reads of one of verl's replicas."""
-    workers, servers = ([Process.remote()] for _ in range(2))  # type: ignore[attr-defined]
+    workers, servers = [actor(__ray_ready__=worker)], [actor(engine_alive=engine)]
     name = f"server-{rank}"
     return Mock(replica_rank=rank, server_address=name, _server_handle=None, workers=workers, servers=servers)
 
 
-def test_dead_replicas_are_left_out_and_without_any_the_run_ends(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ray.init(num_cpus=1, include_dashboard=False)
-    request.addfinalizer(ray.shutdown)
-    taken: list[Any] = []
-    fails = [False, True]
+def answer(reference: Any) -> Any:
+    if isinstance(reference, Exception):
+        raise reference
+    return reference
+
+
+def test_dead_replicas_are_left_out_and_without_any_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a real Ray: ``e2e/test_separate_async.py``."""
+    killed, removed, taken = list[Any](), list[str](), list[Any]()
+    every = {"wait": lambda asked, **_: (asked, []), "get": answer, "kill": killed.append}
+    for name, does in every.items():
+        monkeypatch.setattr(separate.ray, name, does)
 
     async def sync(self: Any, global_steps: int | None) -> dict[str, int]:
         taken.append([each.replica_rank for each in self.replicas])
-        if fails.pop(0):
+        if global_steps == 4:
             raise ValueError("cannot be synced")
         return {"steps": global_steps or 0}
 
     monkeypatch.setattr(OutlivingManager, "_sync", sync)
-    replicas: list[Any] = [replica(0), replica(1)]
-    config = SimpleNamespace(backend="sync_plugin", custom_backend_module=None)
-    balancer = Process.remote()  # type: ignore[attr-defined]
+    replicas = [
+        replica(0, engine=False),
+        replica(1, ActorDiedError()),
+        replica(2, ActorUnavailableError("", None)),
+        replica(3),
+    ]
+    config: Any = SimpleNamespace(backend="sync_plugin", custom_backend_module=None)
+    balancer = SimpleNamespace(remove_servers=SimpleNamespace(remote=removed.extend))
     servers = SimpleNamespace(global_load_balancer=balancer, rollout_replicas=list(replicas))
-    manager = OutlivingManager(CheckpointEngineManager(config, None, replicas), servers)  # type: ignore[arg-type]
-    ray.get(replicas[0].servers[0].end_engine.remote())
-    assert manager.update_weights(3) == {"steps": 3}
-    assert taken == [[1]] and ray.get(balancer.remove_servers.remote([])) == ["server-0"]
-    assert servers.rollout_replicas == replicas[1:] and servers.server_addresses == ["server-1"]
+    manager = OutlivingManager(CheckpointEngineManager(config, None, list(replicas)), servers)  # type: ignore[arg-type]
+    assert manager.update_weights(3) == {"steps": 3} and taken == [[2, 3]]
+    assert removed == ["server-0", "server-1"] and len(killed) == 4
+    assert servers.rollout_replicas == replicas[2:] and servers.server_addresses == ["server-2", "server-3"]
     with pytest.raises(ValueError, match="cannot be synced"):  # with everybody alive it is raised at once
         manager.update_weights(4)
-    os.kill(ray.get(replicas[1].servers[0].pid.remote()), 9)
-    with pytest.raises(RuntimeError, match="every replica of the separate rollout has died; the last: 1"):
+    for each in replicas[2:]:
+        each.workers = [actor(__ray_ready__=ActorDiedError())]
+    with pytest.raises(RuntimeError, match="every replica of the separate rollout has died; the last: 2, 3"):
         manager.update_weights(5)
-    assert taken == [[1], [1]]
+    assert taken == [[2, 3]] * 2

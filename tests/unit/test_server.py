@@ -25,6 +25,7 @@ from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
 
 from contract.sglang_models import config_of
+from verl_sync_plugin import report
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND, TURN_OFF, SyncConfig
 from verl_sync_plugin.errors import HalfWrittenError
 from verl_sync_plugin.rollouts import LocalSpec, rollout_of
@@ -32,7 +33,7 @@ from verl_sync_plugin.rollouts.adapter import calls_of
 from verl_sync_plugin.rollouts.sglang import server as module
 from verl_sync_plugin.rollouts.sglang.request import TOKEN_VARIABLE, hand_down, new_token
 from verl_sync_plugin.rollouts.sglang.script_server import ScriptServer
-from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
+from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer, SyncSGLangReplica
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 
 pytestmark = pytest.mark.anyio  # runs the tests that are coroutines
@@ -166,8 +167,7 @@ async def test_the_cache_is_flushed_once_and_a_flush_that_fails_locks_the_gate(m
 
 
 async def test_servers_of_other_hosts_ask_for_nothing(make: Make) -> None:
-    manager = Manager()
-    server = make(manager, "retract", node_rank=1)
+    server = make(manager := Manager(), "retract", node_rank=1)
     await server.abort_all_requests()
     await server.resume_generation()
     assert manager.asked == []
@@ -289,17 +289,17 @@ async def test_a_late_end_of_a_sync_that_was_given_up_is_not_that_of_the_next(
 
 
 async def test_requests_share_prefixes_of_the_same_weights_only(make: Make) -> None:
+    """Answers of a real SGLang: ``tests/contract/test_pause_modes.py``."""
     manager = Manager(answers=True)
     server = make(manager, "in_place")
-    for _ in range(2):
+    for number in (1, 2):
         await ask(server)
         for given in ("salt", ["a", None]):  # SGLang's own door; verl's sets none
             request = GenerateReqInput(input_ids=[1], extra_key=given)  # type: ignore[arg-type]
             assert [answer async for answer in manager.generate_request(request)]
+        now = f"weights-{number}:"
+        assert manager.keys[-3:] == [now, f"{now}salt", [f"{now}a", now]]
         await loaded(server, 7)
-    assert manager.keys == [
-        key for n in (1, 2) for key in (f"weights-{n}:", f"weights-{n}:salt", [f"weights-{n}:a", f"weights-{n}:"])
-    ]
     await asyncio.sleep(0.01)
     assert manager.closed == len(manager.keys), "SGLang's lock is held as long as an answer stays open"
 
@@ -334,6 +334,19 @@ def test_a_scripts_engine_releases_memory_once_it_is_idle() -> None:
         asyncio.run(server.release_tags(["kv_cache"]))
 
 
+def test_metrics_that_no_trainer_logs_are_announced_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with a trainer that another plugin registered after ours, or verl's legacy one."""
+    monkeypatch.setattr(report, "_said", set())
+    monkeypatch.setattr(SyncSGLangReplica, "launch_servers", AsyncMock())
+    for enabled, said in ((False, 0), (True, 1), (True, 0)):
+        config: Any = RolloutConfig(name="sglang", tensor_model_parallel_size=1, custom={"sync": {"enabled": enabled}})
+        replica = SyncSGLangReplica(0, config, SimpleNamespace(path="nowhere"), gpus_per_node=1)
+        asyncio.run(replica.init_hybrid(SimpleNamespace(workers=[])))
+        assert replica.syncs_weights is enabled and capsys.readouterr().out.count("NO SYNC METRICS") == said
+
+
 # Draft models of speculative decoding: a sync writes the target alone, and a draft outlives the engine's sleep
 
 
@@ -358,7 +371,6 @@ def test_sglang_loads_into_the_target_and_not_into_the_draft(make: Make, monkeyp
     [
         ({"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/a/draft"}, (True, "auto")),
         ({"speculative_algorithm": "NGRAM"}, (None, None)),
-        ({}, (None, None)),
     ],
 )
 def test_a_draft_is_loaded_from_its_checkpoint_and_kept_while_the_engine_sleeps(
@@ -379,33 +391,27 @@ def test_a_draft_is_loaded_from_its_checkpoint_and_kept_while_the_engine_sleeps(
 SAID = r"\.moe_runner_backend='flashinfer_trtllm' \(as SGLang resolved it at its launch\): .* set \S+=triton"
 
 
-@pytest.fixture
-def on_blackwell(tmp_path: Path) -> Callable[..., Any]:
-    """SGLang's own arguments for a mixture of experts, resolved as on a Blackwell GPU, in a tokenizer manager."""
+def test_experts_that_blackwell_reorders_are_refused_once_launched(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's, and a script's, by SGLang's own arguments, resolved as on a Blackwell GPU."""
     model = {**config_of("qwen3-moe"), "architectures": ["Qwen3MoeForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(model))
+    monkeypatch.setattr(server_args, "is_sm100_supported", lambda: True)
+    monkeypatch.setattr(SGLangHttpServer, "launch_server", AsyncMock())
 
     def launched(**given: Any) -> Any:
-        with mock.patch.object(server_args, "is_sm100_supported", lambda: True):
-            resolved = server_args.ServerArgs(
-                model_path=str(tmp_path), device="cpu", attention_backend="torch_native", sampling_backend="pytorch",
-                disable_cuda_graph=True, **given,
-            )  # fmt: skip
+        resolved = server_args.ServerArgs(
+            model_path=str(tmp_path), device="cpu", attention_backend="torch_native", sampling_backend="pytorch",
+            disable_cuda_graph=True, **given,
+        )  # fmt: skip
         return SimpleNamespace(server_args=resolved, generate_request=None)
 
-    return launched
-
-
-def test_experts_that_blackwell_reorders_are_refused_once_launched(
-    on_blackwell: Callable[..., Any], make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run's, and a script's."""
-    monkeypatch.setattr(SGLangHttpServer, "launch_server", AsyncMock())
     with pytest.raises(ValueError, match=r"engine_kwargs\.sglang" + SAID) as caught:
-        asyncio.run(make(on_blackwell(), **COLOCATED).launch_server())
+        asyncio.run(make(launched(), **COLOCATED).launch_server())
     assert TURN_OFF in str(caught.value)
-    asyncio.run(make(on_blackwell(moe_runner_backend="triton"), **COLOCATED).launch_server())
-    monkeypatch.setattr(sglang, "Engine", lambda **_: SimpleNamespace(tokenizer_manager=on_blackwell()))
+    asyncio.run(make(launched(moe_runner_backend="triton"), **COLOCATED).launch_server())
+    monkeypatch.setattr(sglang, "Engine", lambda **_: SimpleNamespace(tokenizer_manager=launched()))
     launch = rollout_of("sglang").prepare_local(LocalSpec("folder", {}, 1, "bfloat16", 0.4, False, False, SyncConfig()))
     with pytest.raises(ValueError, match="^engine" + SAID):
         ScriptServer(*launch.arguments)

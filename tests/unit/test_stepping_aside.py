@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 from transformers import Llama4TextConfig
 
-from hydra_run import config_of, multirun, refused, rollout_of
+from hydra_run import config_of, refused, rollout_of
 from verl_sync_plugin.config.settings import KEY_PREFIX, SHORT_BUCKET_KEY, TURN_OFF
-from verl_sync_plugin.hooks.driver import settle
 from verl_sync_plugin.rollouts import rollout_of as engine_of
 from verl_sync_plugin.rollouts.sglang.adapter import SyncServerAdapter
 
@@ -94,16 +93,13 @@ def test_stock_verl_moves_the_weights_and_one_line_says_so(
     [
         # where a key of the plugin asks for it
         *(
-            (QWEN2, {}, (*overrides, asked), (cause, f"so {asked} cannot be followed. Remove that key", TURN_OFF))
-            for overrides, cause, asked in (
-                *((*case, SHORT) for case in CASES),
-                *((*CASES[0], asked) for asked in (f"{KEY_PREFIX}.verify=always", ON, COMPOSED)),
-            )
+            (QWEN2, {}, (*overrides, SHORT), (cause, f"so {SHORT} cannot be followed. Remove that key", TURN_OFF))
+            for overrides, cause in CASES
         ),
         *(
             (QWEN2, {}, (VEOMNI, asked), (f"{STRATEGY}=veomni", f"so {shown}", "Remove that key, and stock verl moves"))
             for asked, shown in (
-                *((key, key) for key in (SHORT, ON, COMPOSED)),
+                *((key, key) for key in (SHORT, ON, COMPOSED, f"{KEY_PREFIX}.verify=always")),
                 (f"+{MODEL}.lora.peft.use_rslora=True", f"{MODEL}.lora.peft"),
             )
         ),
@@ -154,12 +150,6 @@ def test_stock_verl_moves_the_weights_and_one_line_says_so(
 def test_refused(architecture: str, config: dict[str, Any], overrides: Given, said: Given, tmp_path: Path) -> None:
     text = refused(checkpoint(tmp_path, architecture, **config), *overrides)
     assert all(each in text for each in said), text
-
-
-def test_a_job_of_a_multirun_steps_aside_in_the_trainer(tmp_path: Path) -> None:
-    (config,) = multirun(tmp_path, f"{ROLLOUT}.name=sglang", checkpoint(tmp_path, QWEN2), *MTP)
-    assert settle(config, resolved=True).startswith("weight sync NOT IN USE")
-    assert config.actor_rollout_ref.rollout.custom.sync.enabled is False
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from pathlib import Path
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock, call
@@ -13,7 +13,7 @@ from unittest.mock import AsyncMock, Mock, call
 import pytest
 import ray
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import ActorDiedError, RayTaskError
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.trainer.ppo.utils import Role
@@ -21,107 +21,101 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from fresh_process import python
 from hydra_run import CONFIG_DIR, composed
 from verl_sync_plugin.config.settings import KEY_PREFIX, PREFIX, SHARES_GPU, SyncConfig, sync_config_of
 from verl_sync_plugin.errors import HalfWrittenError
-from verl_sync_plugin.hooks.trainer import of_separate_rollout, reporting, take_workers
+from verl_sync_plugin.hooks.trainer import of_separate_rollout, reporting
 
-ROLLOUT, REWARD = "actor_rollout_ref.rollout", "reward.reward_model"
-SGLANG = f"{ROLLOUT}.name=sglang"
-OURS = "SyncActorRolloutRefWorker"
+ROLLOUT, REWARD, LORA = "actor_rollout_ref.rollout", "reward.reward_model", "actor_rollout_ref.model.lora"
 
 
-def test_sglang_is_not_there_before_the_model(tmp_path: Path) -> None:
-    """Once SGLang is imported, transformers builds models with uninitialized rotary frequencies."""
-    code = "import sys, verl_sync_plugin.hooks.worker, verl_sync_plugin.hooks.trainer; print('sglang' in sys.modules)"
-    ended = python(tmp_path, code)
-    assert ended.stdout.split()[-1:] == ["False"], ended.stdout + ended.stderr
-
-
-def test_roles_with_a_rollout_get_ours() -> None:
-    stranger = type("Stranger", (ActorRolloutRefWorker,), {})
-    expected = {
-        Role.ActorRollout: (ActorRolloutRefWorker, OURS),
-        Role.ActorRolloutRef: (DetachActorWorker, "SyncDetachActorWorker"),
-        Role.Rollout: (stranger, "Stranger"),
-        Role.Actor: (ActorRolloutRefWorker, "ActorRolloutRefWorker"),
-        Role.RefPolicy: (ActorRolloutRefWorker, "ActorRolloutRefWorker"),
-        Role.Critic: (TrainingWorker, "TrainingWorker"),
-    }
-    mapping: dict[Any, Any] = {role: ray.remote(verls) for role, (verls, _) in expected.items()}
-    take_workers(mapping)
-    assert {role: remote.__ray_actor_class__.__name__ for role, remote in mapping.items()} == {
-        role: name for role, (_, name) in expected.items()
-    }
+WORKERS: dict[Role, type] = {
+    Role.ActorRollout: ActorRolloutRefWorker,
+    Role.ActorRolloutRef: DetachActorWorker,
+    Role.Rollout: type("Stranger", (ActorRolloutRefWorker,), {}),
+    Role.Actor: ActorRolloutRefWorker,
+    Role.RefPolicy: ActorRolloutRefWorker,
+    Role.Critic: TrainingWorker,
+}
+OURS = {Role.ActorRollout: "SyncActorRolloutRefWorker", Role.ActorRolloutRef: "SyncDetachActorWorker"}
 
 
 class Verls:
     """The part of verl's trainer that ours extends."""
 
-    def __init__(self, *overrides: str) -> None:
-        self.config = composed(*overrides)
-        OmegaConf.resolve(self.config)  # as verl's task runner
+    def __init__(self, config: Any) -> None:
+        self.config = config
         self.role_worker_mapping: dict[Any, Any] = {}
 
     def _init_resource_pool_mgr(self) -> None:
-        self.role_worker_mapping = {Role.ActorRollout: ray.remote(ActorRolloutRefWorker)}
+        self.role_worker_mapping = {role: ray.remote(worker) for role, worker in WORKERS.items()}
 
     def get_llm_client(self) -> Any:
         return FullyAsyncLLMServerClient(self.config, only_hybrid=True)
 
 
-def begun(*overrides: str) -> Any:
+def begun(config: DictConfig) -> Any:
     """Our trainer, which has chosen its workers."""
-    ours: Any = reporting(Verls)(*overrides)
+    ours: Any = reporting(Verls)(config)
     ours._init_resource_pool_mgr()
     return ours
 
 
-def worker_of(trainer: Any) -> Any:
-    return trainer.role_worker_mapping[Role.ActorRollout].__ray_actor_class__
+def resolved(*overrides: str) -> DictConfig:
+    """A config as verl's task runner has it."""
+    config = composed(*overrides)
+    OmegaConf.resolve(config)
+    return config
+
+
+def workers_of(trainer: Any) -> dict[Role, Any]:
+    return {role: remote.__ray_actor_class__ for role, remote in trainer.role_worker_mapping.items()}
 
 
 @pytest.mark.parametrize(
     ("overrides", "ours", "shares_gpu"),
     [
-        ((SGLANG,), True, None),
-        ((SGLANG, "model_engine=megatron"), True, None),
+        ((), True, None),
+        (("model_engine=megatron",), True, None),
         ((f"{ROLLOUT}.name=vllm",), False, None),
-        ((SGLANG, f"{KEY_PREFIX}.enabled=False"), False, None),
-        ((SGLANG, "model_engine=veomni"), False, None),
+        ((f"{KEY_PREFIX}.enabled=False",), False, None),
+        (("model_engine=veomni",), False, None),
         # another engine on the same device gets the cache back
-        ((SGLANG, f"{REWARD}.enable=True", f"{REWARD}.enable_resource_pool=True"), True, None),
-        ((SGLANG, f"{REWARD}.enable=True", f"{REWARD}.enable_resource_pool=False"), True, True),
+        ((f"{REWARD}.enable=True", f"{REWARD}.enable_resource_pool=True"), True, None),
+        ((f"{REWARD}.enable=True", f"{REWARD}.enable_resource_pool=False"), True, True),
     ],
 )
-def test_only_a_plugin_that_is_on_takes_the_worker(
+def test_only_a_plugin_that_is_on_takes_the_workers_that_hold_a_rollout(
     overrides: tuple[str, ...], ours: bool, shares_gpu: bool | None
 ) -> None:
-    trainer = begun(*overrides)
-    assert (worker_of(trainer).__name__ == OURS) is ours
+    trainer = begun(resolved(*overrides))
+    expected = {role: worker.__name__ for role, worker in WORKERS.items()} | (OURS if ours else {})
+    assert {role: worker.__name__ for role, worker in workers_of(trainer).items()} == expected
     assert OmegaConf.select(trainer.config, f"{PREFIX}.custom.{SHARES_GPU}") is shares_gpu
     assert not ours or sync_config_of(trainer.config.actor_rollout_ref.rollout) == SyncConfig()
 
 
 def test_a_config_that_no_driver_has_settled_is_settled_by_the_trainer() -> None:
     """Composed by a program of the user's or by a multirun, and resolved by verl's task runner."""
-    config = begun(SGLANG, "actor_rollout_ref.model.lora.rank=8", "actor_rollout_ref.model.lora.merge=True").config
+    config = begun(resolved(f"{LORA}.rank=8", f"{LORA}.merge=True")).config
     assert config.actor_rollout_ref.model.lora_rank == 8
     with pytest.raises(ValueError, match=r"timeout_seconds=-1"):
-        begun(SGLANG, f"{KEY_PREFIX}.timeout_seconds=-1")
+        begun(resolved(f"{KEY_PREFIX}.timeout_seconds=-1"))
     # verl's flat reference config has none of our keys
-    ours: Any = reporting(Verls)(SGLANG)
-    ours.config = OmegaConf.load(CONFIG_DIR / "_generated_ppo_veomni_trainer.yaml")
-    ours.config.actor_rollout_ref.rollout.name = "sglang"
-    OmegaConf.set_struct(ours.config, True)
-    ours._init_resource_pool_mgr()
-    assert worker_of(ours) is ActorRolloutRefWorker
-    assert ours.config.actor_rollout_ref.rollout.custom.sync.enabled is False
+    flat: Any = OmegaConf.load(CONFIG_DIR / "_generated_ppo_veomni_trainer.yaml")
+    flat.actor_rollout_ref.rollout.name = "sglang"
+    OmegaConf.set_struct(flat, True)
+    assert workers_of(begun(flat)) == WORKERS
+    assert flat.actor_rollout_ref.rollout.custom.sync.enabled is False
+
+
+@cache
+def our_worker() -> Any:
+    return workers_of(begun(resolved()))[Role.ActorRollout]
 
 
 def synced_worker(rollout: Any, backend: str = "naive") -> Any:
-    made = object.__new__(worker_of(begun(SGLANG)))
+    made = object.__new__(our_worker())
     made.rollout, made.layered_summon = rollout, False
     made.config = OmegaConf.create({"rollout": {"checkpoint_engine": {"backend": backend}, "free_cache_engine": True}})
     return made
@@ -188,9 +182,8 @@ def test_a_response_names_its_first_and_last_version(
     ],
 )
 def test_the_trainer_hands_out_ours_for_separate_rollouts(name: str, backend: str, kind: str) -> None:
-    ours: Any = reporting(Verls)()
     rollout = {"name": name, "checkpoint_engine": {"backend": backend}}
-    ours.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
+    ours: Any = reporting(Verls)(OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}}))
     client = ours.get_llm_client()
     assert type(client).__name__ == kind and client._only_hybrid
     assert type(pickle.loads(pickle.dumps(client))) is type(client)
