@@ -32,7 +32,7 @@ from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.rollouts.sglang.refusals import ALWAYS_TIED
 from verl_sync_plugin.verify import DERIVED
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_processes")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_processes")]
 READ, HELD = "changed on the way to the engine", "do not hold what was sent of"
 # Trainer ranks, bucket size, sharded, verified: whole tensors in one piece; many torn ones; a few
 CUTS = ((3, 20_000, True, False), (1, 1 << 30, False, True), (2, 1 << 16, False, True), (3, 20_000, True, True))

@@ -37,7 +37,7 @@ from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.trainers.base import WirePolicy
 from verl_sync_plugin.verify import DERIVED, Comparison
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_processes")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_processes")]
 TABLE = DOCS / "families.md"
 WORLDS = (1, 2)
 # What ``make test`` runs, of every kind: replayed, tied, by the model's own path, mixtures of experts, refused

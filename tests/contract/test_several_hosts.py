@@ -33,7 +33,7 @@ from verl_sync_plugin.trainers.base import dtype_name
 from verl_sync_plugin.transport.channel import connect
 from verl_sync_plugin.transport.protocol import LoadRequest
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_processes"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_processes"), pytest.mark.timeout(300)]
 
 KIND, CPU = "qwen3-moe", torch.device("cpu")
 TIMEOUT = 20.0
