@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
-
 import worlds
+
 from megatron_cpu import checkpoints
 from megatron_cpu.engines import Layout, megatron_environment
 
