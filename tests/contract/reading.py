@@ -37,7 +37,7 @@ class Reader:
     def shards(self, bucket_bytes: int, sharded: bool = False) -> list[Shard]:
         """Plans a sync, of whose tensors this rank has these parts."""
         self.source = self.source.agree_on_layout(self.agreement)
-        shards: list[Shard] = self.source.shards()
+        shards: list[Shard] = self.agreement.step("reading the shards", self.source.shards)
         self.plan = self.source.plan(tuple(shard.base for shard in shards), bucket_bytes, sharded)
         assert self.plan.slot_bytes <= bucket_bytes
         self.agreement.same_on_all("the plan", self.plan.digest)
@@ -114,14 +114,14 @@ def check_syncs(
     """Checks what arrives in every way, over and over.
 
     Args:
-        source: of the trainer.
+        source: of the trainer, or its reader.
         expected: gives what must arrive.
         change: trains, between two syncs.
         modules: of the trainer; no sync may write to a parameter of theirs.
         same: compares what arrived with what must.
         rounds: how often every way is taken; the plans of all must be alike.
     """
-    reader, digests = Reader(source), list[str]()
+    reader, digests = source if isinstance(source, Reader) else Reader(source), list[str]()
     for bucket_bytes, sharded in WAYS * rounds:
         wanted = expected()
         before = [(each, each._version, _local(each).clone()) for module in modules for each in module.parameters()]

@@ -36,7 +36,7 @@ from contract.fsdp_models import (
     peft_model,
     shard,
 )
-from contract.reading import LARGE, WAYS, State, sync
+from contract.reading import LARGE, WAYS, Reader, State, sync
 from contract.sglang_models import build as build_engine
 from contract.sglang_models import start, weights_of
 from contract.sources import StandIn, same_everywhere
@@ -64,7 +64,7 @@ def test_a_broken_weight_is_named_and_a_rank_that_fails_leaves_nobody_alone() ->
     """Rank 1 has a NaN, or cannot read a weight; then it can, and all is as without a failure."""
     module, second = shard(build("qwen2"), Layout((2,))), dist.get_rank() == 1
     plain = open_source(module)
-    expected = sync(plain, LARGE)
+    expected = Reader(plain).sync(LARGE)
     blocks = projections(expected, (SIZE, SIZE))
     manager: Any = manager_of(module, StandIn(), delivery="staged")
     manager.trainer.policy.blocks.update(blocks)
