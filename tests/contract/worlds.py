@@ -7,8 +7,7 @@
 the stacks that they had shortly before are in the test's stderr. The limit begins when all ranks have imported what
 they run: that takes a second or, during a training on two cores, a minute.
 
-Processes are forked from one that has imported what most tests need. Those of Megatron are not: their environment
-decides what an import does.
+Processes are forked from one that has imported what most tests need.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -33,7 +33,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import unmeasured
-from megatron_cpu.engines import CPU_MEGATRON
 
 IMPORTED = "imported"  # what every rank says before it runs anything
 IMPORT_SECONDS = 300.0
@@ -92,11 +91,12 @@ def kind(name: str) -> Iterator[None]:
 def _grow(size: int) -> None:
     if _kinds["pool"] != _kinds["wanted"]:
         stop()
+        if "megatron" in _kinds.values():  # the environment decides what imports do there
+            forkserver._forkserver._stop()  # type: ignore[attr-defined]
         _kinds["pool"] = _kinds["wanted"]
-    context = mp.get_context("spawn") if CPU_MEGATRON.items() <= os.environ.items() else FORKED
     while len(_pool) < size:
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_member, args=(theirs,), daemon=True)
+        ours, theirs = FORKED.Pipe()
+        process = FORKED.Process(target=_member, args=(theirs,), daemon=True)
         with unmeasured.children():
             process.start()
         theirs.close()
