@@ -114,22 +114,23 @@ LAYOUTS = [Layout(mesh) for mesh in ((1,), (2,), (3,), (2, 2))] + [
 ]
 
 
-def shard(model: PreTrainedModel | PeftModel, layout: Layout) -> torch.nn.Module:
-    """Wraps like verl: one unit per decoder layer and the root; FSDP1 more of a PEFT model."""
+def shard(model: torch.nn.Module, layout: Layout) -> torch.nn.Module:
+    """Wraps like verl: one unit per decoder layer, if there are any, and the root; FSDP1 more of a PEFT model."""
     from verl.utils.fsdp_utils import get_fsdp_wrap_policy
 
     mesh = init_device_mesh("cpu", layout.mesh, mesh_dim_names=("replicas", "shards")[-len(layout.mesh) :])
-    adapted = isinstance(model, PeftModel)
+    inner: Any = model.base_model.model if isinstance(model, PeftModel) else model
+    layers = inner.model.layers if hasattr(inner, "model") else []
     if not layout.strategy:
         policy = CPUOffloadPolicy(pin_memory=False) if layout.offloaded else OffloadPolicy()
         for adapted_layer in [each for each in model.modules() if layout.units and isinstance(each, LoraLayer)]:
             fully_shard(adapted_layer, mesh=mesh)  # type: ignore[arg-type]
-        for layer in (model.base_model.model if adapted else model).model.layers:
+        for layer in layers:
             fully_shard(layer, mesh=mesh, offload_policy=policy)
         return fully_shard(model, mesh=mesh, offload_policy=policy)
     return FullyShardedDataParallel(
         model,
-        auto_wrap_policy=get_fsdp_wrap_policy(model, None, is_lora=adapted),
+        auto_wrap_policy=get_fsdp_wrap_policy(model, None, is_lora=isinstance(model, PeftModel)) if layers else None,
         sharding_strategy=ShardingStrategy[layout.strategy],
         device_mesh=mesh,
         device_id=CPU,

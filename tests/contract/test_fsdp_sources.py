@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from worlds import on_ranks
 
@@ -32,8 +32,7 @@ from contract.fsdp_models import (
     torchs_own_state,
     train_step,
 )
-from contract.reading import CPU, LARGE, TINY, State, check_same, check_syncs, sync
-from verl_sync_plugin.trainers.base import ParameterSource
+from contract.reading import LARGE, TINY, State, check_same, check_syncs, sync
 from verl_sync_plugin.trainers.naming import verl_rewrite
 
 
@@ -139,17 +138,6 @@ class Odd(torch.nn.Module):
         self.register_buffer("turned", square.t())  # the same memory, read the other way
 
 
-def wrapped(module: torch.nn.Module, layout: Layout) -> tuple[torch.nn.Module, ParameterSource]:
-    mesh = init_device_mesh("cpu", layout.mesh)
-    if not layout.strategy:
-        return fully_shard(module, mesh=mesh), open_source(module)
-    module = FullyShardedDataParallel(
-        module, sharding_strategy=ShardingStrategy[layout.strategy], device_mesh=mesh, device_id=CPU,
-        use_orig_params=layout.use_orig_params,
-    )  # fmt: skip
-    return module, open_source(module)
-
-
 @pytest.mark.parametrize(
     "layout",
     [
@@ -163,10 +151,10 @@ def wrapped(module: torch.nn.Module, layout: Layout) -> tuple[torch.nn.Module, P
 def test_any_shape_in_any_order_of_memory_arrives_as_the_state_dict_has_it(layout: Layout) -> None:
     """FSDP1 keeps a parameter in the order of its memory. FSDP2 refuses such parameters; its buffers may be so."""
     for seed in range(24):
-        module, source = wrapped(Odd(seed, plain=not layout.strategy), layout)
+        module = shard(Odd(seed, plain=not layout.strategy), layout)
         expected = {n: t.bfloat16() if n.startswith("p") else t for n, t in torchs_own_state(module).items()}
         bucket_bytes, sharded = ((64, False), (LARGE, False), (64, True))[seed % 3]
-        check_same(sync(source, bucket_bytes, sharded), expected)
+        check_same(sync(open_source(module), bucket_bytes, sharded), expected)
 
 
 @on_ranks(2)
@@ -179,7 +167,7 @@ def test_what_cannot_be_read_is_refused_by_name() -> None:
     fully_shard(odd, mesh=mesh, shard_placement_fn=lambda _: torch.distributed.tensor.Shard(1))
     gapped.config = odd.config = Odd.config  # type: ignore[assignment]
     for source, *words in (
-        (wrapped(gapped, fsdp1(2, True))[1], "parameter '0.weight' has strides (12, 2)", "contiguous()"),
+        (open_source(shard(gapped, fsdp1(2, True))), "parameter '0.weight' has strides (12, 2)", "contiguous()"),
         (
             open_source(odd),
             "parameter 'weight' has placements (Shard(dim=1),)",

@@ -372,7 +372,7 @@ def test_parameters_are_let_go_of_once_they_are_not_read_in_place(qwen2: str, tm
     place.close()
 
 
-# Where a bit flips in a sync in place, whether bytes are hashed, custom.sync.verify: what finds it, if anything does
+# Where a bit flips, whether bytes are hashed, custom.sync.verify: what finds it, if anything does
 READ, HELD = "changed on the way to the engine", "do not hold what was sent of"
 FOUND_BY = (
     ("engine", True, "never", ""),
@@ -380,42 +380,50 @@ FOUND_BY = (
     ("trainer", True, "never", READ),
     ("trainer", False, "always", HELD),
     ("trainer", False, "never", ""),
+    ("staging", True, "never", READ),
+    ("staging", False, "always", HELD),
+    ("staging", False, "never", ""),
 )
 
 
 @pytest.mark.parametrize(("where", "hashed", "verify", "expected"), FOUND_BY)
 @on_ranks(1)
-def test_a_bit_that_flips_in_a_sync_in_place_is_found(
+def test_a_bit_that_flips_is_found(
     where: str, hashed: bool, verify: str, expected: str, qwen2: str, tmp_path: Path
 ) -> None:
-    """In the trainer's memory between its hash and the engine's read, or in the engine's parameter after the copy: by
-    the hash or by the comparison alone, and by neither where both are off."""
-    place = OneProcess(qwen2, tmp_path, verify=verify)
+    """In a slot once it is packed; or, in a sync in place, in the trainer's memory between its hash and the engine's
+    read, or in the engine's parameter after the copy. The hash or the comparison alone finds it, and nothing does
+    where both are off."""
+    delivery = "staged" if where == "staging" else "direct"
+    place = OneProcess(qwen2, tmp_path, verify=verify, delivery="auto" if delivery == "direct" else delivery)
     for _ in range(2):
         place.sync()
     (session,) = loader._sessions.values()
-    sent = place.source.weights["c.q.weight"]
-    owner, name, memory = (
-        (place.manager.sender, "hash_parameters", sent)
-        if where == "trainer"
-        else (session._load, "finish", place.model.c)
-    )
+    sender, weights, flipped = place.manager.sender, place.source.weights, list[torch.Tensor]()
+    owner, name, memory = {
+        "engine": (session._load, "finish", lambda: place.model.c),
+        "trainer": (sender, "hash_parameters", lambda: weights["c.q.weight"]),
+        "staging": (sender, "pack", lambda: sender._slot(0)),
+    }[where]
     honest = getattr(owner, name)
 
     def flipping(*args: Any) -> Any:
         done = honest(*args)
-        memory.view(torch.uint8).view(-1)[4] ^= 64
+        if not flipped:
+            flipped.append(memory())
+            flipped[0].view(torch.uint8).view(-1)[4] ^= 64
         return done
 
     unseen = nullcontext() if hashed else reads_unseen()
     fails: Any = pytest.raises(SyncError) if expected else nullcontext()
     with unseen, mock.patch.object(owner, name, flipping), fails as caught:
         place.sync()
-    assert not expected or all(words in str(caught.value) for words in (expected, "c.q.weight"))
-    assert place.manager.report.delivery == "direct"
+    named = "a.weight" if where == "staging" else "c.q.weight"
+    assert flipped and (not expected or all(words in str(caught.value) for words in (expected, named)))
+    assert place.manager.report.delivery == delivery
     place.train()
     place.sync()
-    assert place.model.holds(place.source.weights) and place.manager.report.delivery == "direct"
+    assert place.model.holds(place.source.weights) and place.manager.report.delivery == delivery
     place.close()
 
 
@@ -471,10 +479,12 @@ def test_the_cache_goes_back_before_the_trainer_hears_of_the_end(qwen2: str, tmp
     assert ends == ["emptied", "committed", "committed"] and waits.count(together_seconds(TIMEOUT)) == 2
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("late", "fails"), [(False, True), (True, True), (True, False)])
 @on_ranks(1)
-def test_an_engine_that_failed_to_sleep_is_asked_again(late: bool, qwen2: str, tmp_path: Path) -> None:
-    """At once, or after whoever asked had given up; until it has answered, nothing touches its memory."""
+def test_an_engine_that_failed_to_sleep_in_time_is_asked_again(
+    late: bool, fails: bool, qwen2: str, tmp_path: Path
+) -> None:
+    """Unless it sleeps by then, after whoever asked had given up. Until it has answered, nothing touches its memory."""
     place, asked = OneProcess(qwen2, tmp_path), list[set[str]]()
     place.sync()
     honest = place.sglang.release_memory_occupation
@@ -483,7 +493,8 @@ def test_an_engine_that_failed_to_sleep_is_asked_again(late: bool, qwen2: str, t
         asked.append(set(obj.tags))
         if len(asked) == 1:
             await asyncio.sleep(0.75 * late)
-            raise RuntimeError("injected")
+            if fails:
+                raise RuntimeError("injected")
         await honest(obj, request)
 
     place.server.occupation._timeout = 0.5
@@ -493,7 +504,8 @@ def test_an_engine_that_failed_to_sleep_is_asked_again(late: bool, qwen2: str, t
         assert place.request() == "a wait"
         for _ in range(2):
             place.sleep()
-    assert asked == [TAGS] * 2 and place.sglang.released == TAGS
+    assert asked == [TAGS] * (1 + fails) and place.sglang.released == TAGS
+    assert place.request() == "a wait"
     place.sync()
     assert place.model.holds(place.source.weights) and place.request() == "an answer"
     place.close()

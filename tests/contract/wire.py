@@ -61,17 +61,9 @@ class Wire:
             tied[id(tensor)] = (*names, name), tensor
         return [shard_of(names, tensor, rank, self._ranks) for names, tensor in tied.values()]
 
-    def sync(
-        self,
-        weights: models.Weights,
-        spoil: Callable[[torch.Tensor], None] = lambda memory: None,
-        behind: Callable[[], None] = lambda: None,
-    ) -> int:
-        """Sends ``weights`` into memory that holds rubbish; returns how many tensors were replayed.
-
-        ``spoil`` gets every bucket between its packing and its load. The last argument is called between the last
-        copy and the proof of what the parameters hold.
-        """
+    def sync(self, weights: models.Weights, behind: Callable[[], None] = lambda: None) -> int:
+        """Sends ``weights`` into memory that holds rubbish; returns how many tensors were replayed. Calls ``behind``
+        between the last copy and the proof of what the parameters hold."""
         models.poison(self.model)
         self._sent = [self._shards(weights, rank) for rank in range(self._ranks)]
         for packer in self._packers:
@@ -80,7 +72,7 @@ class Wire:
         if not self.comparison.knows(self.plan) or self.load.map != self.comparison.map:
             self.comparison.note(self.load.map)
             self.comparison.learn(self.plan, loaded=False)
-        self._transfer(spoil)
+        self._transfer()
         replayed = self.load.replayed
         self.load.finish()
         refuse_rearranged(self._known, CPU)
@@ -102,13 +94,12 @@ class Wire:
         self.agreement.settle("verifying")
         self.comparison.compare(weighed)
 
-    def _transfer(self, spoil: Callable[[torch.Tensor], None]) -> None:
+    def _transfer(self) -> None:
         slots = [torch.zeros(self.plan.slot_bytes, dtype=torch.uint8)]
         slots += [slots[0].clone() for _ in range(self._ranks - 1)] if self.plan.sharded else []
         for index in range(len(self.plan.buckets)):
             for rank, packer in enumerate(self._packers):
                 packer.pack(index, slots[rank % len(slots)], self._sent[rank])
-            spoil(slots[0])
             self.load.load(index, slots)
             for slot in slots:
                 slot.fill_(0xEE)  # used again
