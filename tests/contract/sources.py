@@ -28,16 +28,19 @@ BUCKET_BYTES = 64 << 10  # of a manager
 
 
 class WorldSource(ParameterSource):
-    """Shares tensors out over all ranks."""
+    """Shares tensors out over all ranks, or has all of them on every rank; one that comes twice is tied."""
 
-    def __init__(self, weights: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
+    def __init__(self, shares: bool = True) -> None:
         super().__init__()
-        self.group = dist.group.WORLD
-        self.weights = weights
+        self.group = dist.group.WORLD if shares else None
+        self.weights: Sequence[tuple[str, torch.Tensor]] = ()
 
     def shards(self) -> list[Shard]:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        return [shard_of((name,), tensor, rank, world) for name, tensor in self.weights]
+        world = dist.get_world_size() if self.group else 1
+        tied: dict[int, tuple[list[str], torch.Tensor]] = {}
+        for name, tensor in self.weights:
+            tied.setdefault(id(tensor), ([], tensor))[0].append(name)
+        return [shard_of(tuple(names), tensor, self.rank, world) for names, tensor in tied.values()]
 
 
 class SourceManager(ShardingManager):

@@ -27,7 +27,7 @@ from worlds import run_world
 
 from contract import fsdp_models, sglang_models
 from contract.families import FAMILIES, Family
-from contract.test_several_hosts import engine_of
+from contract.wire import engine_of
 from pages import DOCS, check, part
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.rollouts.sglang import loader
@@ -187,7 +187,7 @@ def outcome(
     config = sglang_models.start_from(home, family.attention, **arguments or {})
     engine, reference = (poisoned(config, family, byte) for byte in POISON)
     settings = SyncConfig(timeout_seconds=20.0, verify="always", delivery="staged")
-    endpoint = engine_of(engine, dist.get_world_size(), restores=True)
+    endpoint = engine_of(engine, dist.get_world_size())
     manager_class = get_sharding_manager("fsdp2", "sglang")
     manager = manager_class(fsdp_models.engine_of(pair.sharded), endpoint, settings, BUCKET_BYTES, CPU)
     try:

@@ -201,9 +201,9 @@ def test_a_bit_that_flips_in_a_weight_or_a_scale_is_found(tmp_path: Path) -> Non
     model = build_engine(start(tmp_path, "qwen3-moe", **ARGUMENTS))
     whole = dict(weights_of("qwen3-moe", 0))
     with pytest.raises(SyncError, match=r"keeps .*_proj.weight in fp8, and this trainer does not quantize. Remove "):
-        Wire(model, list(whole.items()), 1, 1 << 20).sync(list(whole.items()))
+        Wire(model).sync(list(whole.items()))
     blocks = projections(whole, (SIZE, SIZE))
-    wire = Wire(model, list(fp8.checkpoint(whole, blocks)), 1, 1 << 20)
+    wire = Wire(model, verify="always")
     wire.sync(list(fp8.checkpoint(whole, blocks)))
     names = [name for name, each in model.named_parameters() if each.dtype.itemsize == 1 or "scale" in name]
     assert len(names) == 16, names
@@ -215,5 +215,5 @@ def test_a_bit_that_flips_in_a_weight_or_a_scale_is_found(tmp_path: Path) -> Non
 
         sent = list(fp8.checkpoint(dict(weights_of("qwen3-moe", seed)), blocks))
         with pytest.raises(SyncError, match="the engine's parameters do not hold what was sent of "):
-            wire.sync(sent, behind=flip)
+            wire.sync(sent, flip)
         wire.sync(sent)

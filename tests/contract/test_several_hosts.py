@@ -4,7 +4,6 @@ classes in real receiver sessions. Hosts are names that the tests give to their 
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,48 +18,21 @@ import torch.distributed as dist
 from worlds import on_ranks
 
 from contract import sglang_models as models
-from contract.sources import SourceManager, StandIn, WorldSource, endpoint_of, same_everywhere
-from verl_sync_plugin.config.settings import SyncConfig
+from contract.sources import WorldSource, same_everywhere
+from contract.wire import Wire
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import Base, Plan, Shard, View
 from verl_sync_plugin.report import SyncReport
-from verl_sync_plugin.rollouts.sglang import loader
 from verl_sync_plugin.sync import ways
-from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.sender import SLOTS
 from verl_sync_plugin.trainers.base import dtype_name
-from verl_sync_plugin.transport.channel import connect
-from verl_sync_plugin.transport.protocol import LoadRequest
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_processes"), pytest.mark.timeout(300)]
 
 KIND, CPU = "qwen3-moe", torch.device("cpu")
 TIMEOUT = 20.0
-
-
-class Beside(StandIn):
-    """The rollout server of an engine whose rank next to this one is in this process: SGLang's model class in a real
-    receiver session. No rank can call another process's engine here, so every rank has its own loaded."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def load_weights(self, wire: tuple[Any, ...], version: str | None) -> float:
-        request = LoadRequest.from_wire(wire)
-        channel = connect(request.addresses[loader.tensor_parallel_rank()], TIMEOUT, TIMEOUT)
-        try:
-            loader._receive(self.model, channel, request, forget=False)
-        finally:
-            channel.close()
-        return 0.0
-
-
-def engine_of(model: torch.nn.Module, tp: int, restores: bool = False) -> RolloutEndpoint:
-    first = dist.get_rank() // tp * tp
-    return endpoint_of(Beside(model), True, range(first, first + tp), restores)
 
 
 @dataclass(frozen=True)
@@ -90,28 +62,17 @@ class Owned(WorldSource):
         return Shard(Base(name, dtype_name(tensor.dtype), tensor.element_size(), lengths, (view,)), lambda: run)
 
 
-class Member:
+class Member(Wire):
     """One rank of a case."""
 
     def __init__(self, case: Case, config: Any, tp: int) -> None:
-        self.rank, self.model, self.reference = dist.get_rank(), models.build(config), models.build(config)
-        self.source = Owned() if case.joint else WorldSource()
-        settings = SyncConfig(timeout_seconds=TIMEOUT)
-        self.manager = SourceManager(self.source, engine_of(self.model, tp), settings, case.bucket_bytes, CPU)
-        self.version = 0
+        super().__init__(models.build(config), Owned() if case.joint else WorldSource(), case.bucket_bytes, tp)
+        self.rank, self.reference, self.version = dist.get_rank(), models.build(config), 0
 
-    @property
-    def plan(self) -> Plan:
-        assert self.manager.planned is not None
-        return self.manager.planned
-
-    def sync(self) -> SyncReport:
-        """One sync of other weights than before, into memory that holds rubbish."""
+    def next(self) -> SyncReport:
+        """One sync of other weights than before."""
         self.version += 1
-        self.source.weights = models.weights_of(KIND, self.version)
-        models.poison(self.model)
-        asyncio.run(self.manager.update_weights([], self.version))
-        return self.manager.report
+        return self.sync(models.weights_of(KIND, self.version))
 
     def exact(self) -> None:
         """The engine holds what SGLang's own load of the same checkpoint gives."""
@@ -120,7 +81,7 @@ class Member:
 
     def failing(self) -> str:
         try:
-            self.sync()
+            self.next()
         except SyncError as error:
             return str(error)
         raise AssertionError("the sync has not failed")
@@ -146,7 +107,7 @@ def story(member: Member, case: Case) -> None:
     several, world = len(set(case.hosts)) > 1, len(case.hosts)
     for _ in range(3):
         with noting(member) as events:
-            report = member.sync()
+            report = member.next()
         member.exact()
         assert report.buckets > SLOTS and report.replayed_tensors > 0, report
         assert report.delivery == ("broadcast" if several else "staged")
@@ -232,7 +193,7 @@ def a_byte_changes_on_the_network(member: Member) -> None:
     text = member.failing()
     sender.broadcast, sender.drain = honest, drained  # type: ignore[method-assign]
     assert "changed on the way to the engine" in same_everywhere(text), text
-    member.sync()
+    member.next()
     member.exact()
 
 
@@ -248,7 +209,7 @@ def out_of_reach(member: Member) -> None:
     sender.close()
     sender.export = elsewhere  # type: ignore[method-assign, assignment]
     for _ in range(2):
-        member.sync()
+        member.next()
         member.exact()
         assert manager.report.delivery == "broadcast"
 
