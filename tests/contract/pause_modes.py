@@ -143,11 +143,13 @@ def play(engine: BareEngine, models: Models, monkeypatch: pytest.MonkeyPatch) ->
     vars(engine.tokenizer_manager).pop("generate_request", None)  # the next server marks requests in its own way
 
 
-class Requests:
-    """Sends requests to one server, as verl does and as SGLang's HTTP endpoint does."""
+class Run:
+    """Sends requests to one server, as verl does and as SGLang's HTTP endpoint does, and calls it around a sync as verl
+    does; ``client`` is one of its HTTP server."""
 
-    def __init__(self, server: Any) -> None:
+    def __init__(self, server: Any, client: httpx.AsyncClient) -> None:
         self.server = server
+        self.client = client
         self.paced = 0
         self.told: tuple[list[str] | None, str] | None = None  # of the request that sets the pace: its versions
 
@@ -184,14 +186,6 @@ class Requests:
         paced = self.paced
         await asyncio.sleep(PAUSED_SECONDS)
         assert self.paced == paced and not any(each.done() for each in asked)
-
-
-class Run(Requests):
-    """Also the calls that verl makes of a server around a sync, and a client of its HTTP server."""
-
-    def __init__(self, server: Any, client: httpx.AsyncClient) -> None:
-        super().__init__(server)
-        self.client = client
 
     async def load(self, version: int) -> None:
         await self.server.load_weights((version,), str(version))
@@ -315,7 +309,7 @@ def test_a_load_pauses_the_engine_by_itself_and_nothing_is_generated_in_its_midd
         if pause == "abort":
             await asyncio.gather(*asked)  # all of them have come back
         new = asyncio.ensure_future(run.ask(PROMPTS[0], 20))
-        other = Requests(run.server)
+        other = Run(run.server, run.client)
         over_http = asyncio.ensure_future(other.pace(20))
         await run.stand_still([new, over_http, *(asked if pause != "abort" else [])])
         assert other.paced == 0 and not loading.done()

@@ -25,7 +25,6 @@ KINDS: dict[str, Family] = {
     "qwen2": FAMILIES["Qwen2"],
     "qwen2-tied": FAMILIES["Qwen2, tied"],
     "qwen3-moe": EXPERTS,
-    "deepseek-v2": FAMILIES["DeepSeek-V2"],
     "deepseek-v3": FAMILIES["DeepSeek-V3"],
 }
 
