@@ -19,6 +19,7 @@ import faulthandler
 import functools
 import importlib
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -91,8 +92,11 @@ def kind(name: str) -> Iterator[None]:
 def _grow(size: int) -> None:
     if _kinds["pool"] != _kinds["wanted"]:
         stop()
-        if "megatron" in _kinds.values():  # the environment decides what imports do there
-            forkserver._forkserver._stop()  # type: ignore[attr-defined]
+        server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+        # The environment decides what imports do there. A process of torch's may keep the server alive
+        if "megatron" in _kinds.values() and server._forkserver_pid is not None:
+            os.kill(server._forkserver_pid, signal.SIGKILL)
+            server._stop()
         _kinds["pool"] = _kinds["wanted"]
     while len(_pool) < size:
         ours, theirs = FORKED.Pipe()
