@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
-from worlds import stop
+import worlds
 
 from megatron_cpu import checkpoints
 from megatron_cpu.engines import Layout, megatron_environment
@@ -44,17 +44,21 @@ def qwen2(tiny_model: Callable[[str], str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def fresh_processes() -> Iterator[None]:
-    """Shared by a module's tests alone, as those must be in which SGLang changes what is imported."""
-    stop()
-    yield
-    stop()
+def fresh_processes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Processes that only the tests of a module share."""
+    with worlds.kind(request.path.stem):
+        yield
+
+
+@pytest.fixture(scope="module")
+def sglang_processes() -> Iterator[None]:
+    """Processes in which SGLang may change what is imported."""
+    with worlds.kind("sglang"):
+        yield
 
 
 @pytest.fixture(scope="module")
 def bridge_processes() -> Iterator[None]:
-    """Fresh processes: Megatron on the CPU replaces CUDA functions, which the other tests' processes must not have."""
-    stop()
-    with megatron_environment():
+    """Processes in which Megatron on the CPU may replace CUDA functions."""
+    with worlds.kind("megatron"), megatron_environment():
         yield
-    stop()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from contract.reading import CPU, State, check_same, deliver, planned
+from contract.reading import CPU, Reader, State, check_same
 from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy
 from verl_sync_plugin.trainers.fp8 import QuantizingSource
 
@@ -43,8 +43,7 @@ def projections(state: State, block: tuple[int, int]) -> Blocks:
 def check_quantized(source: ParameterSource, expected: State, blocks: Blocks, bucket_bytes: int, sharded: bool) -> None:
     """Syncs what ``source`` reads in fp8: it must be that of the whole tensors. Collective."""
     quantizing = QuantizingSource(source, WirePolicy(torch.bfloat16, blocks=dict(blocks)), CPU, 30.0)
-    got = deliver(quantizing, *planned(quantizing, bucket_bytes, sharded))
+    got = Reader(quantizing).sync(bucket_bytes, sharded)
     bits = {name: t.view(torch.uint8) if t.dtype.itemsize == 1 else t for name, t in got.items()}
     wanted = {n: t.view(torch.uint8) if t.dtype.itemsize == 1 else t for n, t in checkpoint(expected, blocks)}
     check_same(bits, wanted)
-    quantizing.release()

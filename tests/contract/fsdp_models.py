@@ -32,14 +32,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from contract.reading import CPU, TINY, State, planned
-from contract.reading import deliver as deliver_plan
-from contract.sources import Wanted, endpoint_of
-from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.sharding_manager import get_sharding_manager
-from verl_sync_plugin.sync.manager import ShardingManager
+from contract import sources
+from contract.reading import CPU, State
 
-BUCKET_BYTES = 64 << 10  # of a manager
 KEEP = (r"\.gate\.weight$", r"layers\.0\.input_layernorm")
 # Odd, so that shards are uneven and some ranks hold nothing of a parameter
 VOCABULARY = 323
@@ -119,22 +114,23 @@ LAYOUTS = [Layout(mesh) for mesh in ((1,), (2,), (3,), (2, 2))] + [
 ]
 
 
-def shard(model: PreTrainedModel | PeftModel, layout: Layout) -> torch.nn.Module:
-    """Wraps like verl: one unit per decoder layer and the root; FSDP1 more of a PEFT model."""
+def shard(model: torch.nn.Module, layout: Layout) -> torch.nn.Module:
+    """Wraps like verl: one unit per decoder layer, if there are any, and the root; FSDP1 more of a PEFT model."""
     from verl.utils.fsdp_utils import get_fsdp_wrap_policy
 
     mesh = init_device_mesh("cpu", layout.mesh, mesh_dim_names=("replicas", "shards")[-len(layout.mesh) :])
-    adapted = isinstance(model, PeftModel)
+    inner: Any = model.base_model.model if isinstance(model, PeftModel) else model
+    layers = inner.model.layers if hasattr(inner, "model") else []
     if not layout.strategy:
         policy = CPUOffloadPolicy(pin_memory=False) if layout.offloaded else OffloadPolicy()
         for adapted_layer in [each for each in model.modules() if layout.units and isinstance(each, LoraLayer)]:
             fully_shard(adapted_layer, mesh=mesh)  # type: ignore[arg-type]
-        for layer in (model.base_model.model if adapted else model).model.layers:
+        for layer in layers:
             fully_shard(layer, mesh=mesh, offload_policy=policy)
         return fully_shard(model, mesh=mesh, offload_policy=policy)
     return FullyShardedDataParallel(
         model,
-        auto_wrap_policy=get_fsdp_wrap_policy(model, None, is_lora=adapted),
+        auto_wrap_policy=get_fsdp_wrap_policy(model, None, is_lora=isinstance(model, PeftModel)) if layers else None,
         sharding_strategy=ShardingStrategy[layout.strategy],
         device_mesh=mesh,
         device_id=CPU,
@@ -167,23 +163,12 @@ def engine_of(module: torch.nn.Module, merge: bool = True) -> Any:
     return SimpleNamespace(module=module, model_config=model_config)
 
 
-def manager_of(
-    module: torch.nn.Module, server: Any, leads: bool = True, merge: bool = True, wire: str = "bfloat16", **keys: Any
-) -> ShardingManager:
-    """The manager of such an engine; a leading rank calls the server."""
-    config = SyncConfig(timeout_seconds=20.0, **keys)
-    manager = get_sharding_manager(strategy_of(module), "sglang")
-    return manager(engine_of(module, merge), endpoint_of(server, leads), config, BUCKET_BYTES, CPU, wire)
+def manager_of(module: torch.nn.Module, server: Any, leads: bool = True, merge: bool = True, **keys: Any) -> Any:
+    return sources.manager_of(strategy_of(module), engine_of(module, merge), server, leads, **keys)
 
 
-def open_source(
-    module: torch.nn.Module, *kept: str, merge: bool = True, wire: str = "bfloat16", seconds: float = 30.0
-) -> Any:
-    """The source of all parameters; the engine takes those of ``kept`` patterns as the trainer has them."""
-    backend: Any = get_sharding_manager(strategy_of(module), "sglang").backend
-    trainer = backend(engine_of(module, merge), SyncConfig(timeout_seconds=seconds), CPU, wire)
-    trainer.policy.kept = Wanted(*kept)
-    return trainer.open_source()
+def open_source(module: torch.nn.Module, *kept: str, merge: bool = True, **settings: Any) -> Any:
+    return sources.open_source(strategy_of(module), engine_of(module, merge), *kept, **settings)
 
 
 def torchs_own_state(module: torch.nn.Module) -> State:
@@ -236,24 +221,3 @@ def merging_source(module: torch.nn.Module, gather_bytes: int = 40_000, **settin
     source = open_source(module, **settings)
     source._gather_bytes = gather_bytes
     return source
-
-
-class BrokenOffError(Exception):
-    """The failure in the middle of a sync."""
-
-
-def deliver(source: Any, bucket_bytes: int = TINY, break_off_after: int | None = None, sharded: bool = False) -> State:
-    """One sync; breaks off after some buckets if asked to."""
-
-    def prepare(index: int, work: Any) -> None:
-        if index == break_off_after:
-            raise BrokenOffError
-        for _ in work:
-            pass
-
-    return deliver_plan(source, *planned(source, bucket_bytes, sharded), prepare=prepare)
-
-
-def assert_unchanged(before: dict[str, torch.Tensor], module: torch.nn.Module) -> None:
-    after = torchs_own_state(module)
-    assert all(torch.equal(before[name], after[name]) for name in before), "the sync changed the trainer"

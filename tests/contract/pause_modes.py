@@ -143,11 +143,13 @@ def play(engine: BareEngine, models: Models, monkeypatch: pytest.MonkeyPatch) ->
     vars(engine.tokenizer_manager).pop("generate_request", None)  # the next server marks requests in its own way
 
 
-class Requests:
-    """Sends requests to one server, as verl does and as SGLang's HTTP endpoint does."""
+class Run:
+    """Sends requests to one server, as verl does and as SGLang's HTTP endpoint does, and calls it around a sync as verl
+    does; ``client`` is one of its HTTP server."""
 
-    def __init__(self, server: Any) -> None:
+    def __init__(self, server: Any, client: httpx.AsyncClient) -> None:
         self.server = server
+        self.client = client
         self.paced = 0
         self.told: tuple[list[str] | None, str] | None = None  # of the request that sets the pace: its versions
 
@@ -184,14 +186,6 @@ class Requests:
         paced = self.paced
         await asyncio.sleep(PAUSED_SECONDS)
         assert self.paced == paced and not any(each.done() for each in asked)
-
-
-class Run(Requests):
-    """Also the calls that verl makes of a server around a sync, and a client of its HTTP server."""
-
-    def __init__(self, server: Any, client: httpx.AsyncClient) -> None:
-        super().__init__(server)
-        self.client = client
 
     async def load(self, version: int) -> None:
         await self.server.load_weights((version,), str(version))
@@ -315,7 +309,7 @@ def test_a_load_pauses_the_engine_by_itself_and_nothing_is_generated_in_its_midd
         if pause == "abort":
             await asyncio.gather(*asked)  # all of them have come back
         new = asyncio.ensure_future(run.ask(PROMPTS[0], 20))
-        other = Requests(run.server)
+        other = Run(run.server, run.client)
         over_http = asyncio.ensure_future(other.pace(20))
         await run.stand_still([new, over_http, *(asked if pause != "abort" else [])])
         assert other.paced == 0 and not loading.done()
@@ -355,29 +349,31 @@ def check(models: Models, answer: httpx.Response, version: int) -> None:
     assert chosen == {version: True, 3 - version: False}
 
 
-@pytest.mark.parametrize("separate", [False, True], ids=["colocated", "separate"])
-def test_before_the_first_sync_they_wait_for_it(separate: bool, play: Play, models: Models) -> None:
-    """The weights that the engine was launched with are made up, or of another version than the trainer's."""
+def test_before_the_first_sync_they_wait_for_it(play: Play, models: Models) -> None:
+    """The weights that a separate engine was launched with are of another version than the trainer's."""
 
     async def story(run: Run) -> None:
         asked = run.asking()
         await run.waits(asked)
-        if separate:
-            await run.server.abort_all_requests()
-            await run.sync(2)
-            await run.waits(asked)
-            await run.server.resume_generation()
-        else:
-            await run.sleep_and_wake(2)
+        await run.server.abort_all_requests()
+        await run.sync(2)
+        await run.waits(asked)
+        await run.server.resume_generation()
         check(models, await asked, 2)
 
-    play("abort", story, separate, synced=False)
+    play("abort", story, synced=False)
 
 
-def test_while_the_engine_sleeps_and_is_synced_they_wait(play: Play, models: Models) -> None:
+def test_while_the_engine_sleeps_and_is_synced_they_wait_and_are_refused_after_a_failure(
+    play: Play, models: Models
+) -> None:
+    """The weights that a colocated engine was launched with are made up, so they wait for the first sync, too."""
+
     async def story(run: Run) -> None:
+        first = run.asking()
+        await run.waits(first)
         await run.sleep_and_wake(1)
-        check(models, await run.asking(), 1)
+        check(models, await first, 1)
         await run.server.sleep()
         asked = [run.asking()]
         await run.waits(*asked)
@@ -386,24 +382,10 @@ def test_while_the_engine_sleeps_and_is_synced_they_wait(play: Play, models: Mod
         await run.wake(2)
         asked.append(run.asking())
         await run.waits(*asked)
-        await run.waits(*asked)
-        await run.server.finish_sync([])
-        for each in asked:
-            check(models, await each, 2)
-
-    play("abort", story, separate=False, synced=False)
-
-
-def test_behind_a_sync_that_failed_they_are_refused_until_one_succeeds(play: Play, models: Models) -> None:
-    async def story(run: Run) -> None:
-        await run.sleep_and_wake(1)
-        await run.server.sleep()
-        waiting = run.asking()
-        await run.wake(2)
-        await run.waits(waiting)
         await run.server.abandon_sync("injected: another rank failed")
         body = {"model": "any", "prompt": PROMPTS[0], "max_tokens": 4}
-        for answer in (await waiting, await run.asking(), await run.client.post("/v1/completions", json=body)):
+        asked += [run.asking(), asyncio.ensure_future(run.client.post("/v1/completions", json=body))]
+        for answer in await asyncio.gather(*asked):
             assert answer.status_code == 503 and "half written: injected: another rank failed" in answer.text
         await run.wake(2)
         await run.server.finish_sync(["kv_cache"])
@@ -427,36 +409,5 @@ def test_those_in_flight_come_back_when_a_sync_begins(sleeps: bool, play: Play, 
         await asyncio.gather(*asked)
         await run.server.finish_sync(["kv_cache"])
         check(models, await run.asking(), 2)
-
-    play("abort", story, separate=False, synced=False)
-
-
-def test_memory_that_was_released_late_holds_them(play: Play, models: Models) -> None:
-    """SGLang answers a release after whoever asked for it has given up."""
-
-    async def story(run: Run) -> None:
-        await run.sleep_and_wake(1)
-        server, manager = run.server, run.server.tokenizer_manager
-        honest, late = manager.release_memory_occupation, asyncio.Event()
-
-        async def release(*given: Any) -> Any:
-            await late.wait()
-            return await honest(*given)
-
-        manager.release_memory_occupation = release
-        server.occupation._timeout = 0.2
-        try:
-            with pytest.raises(TimeoutError, match="SGLang did not release"):
-                await server.sleep()
-        finally:
-            del manager.release_memory_occupation
-        asked = run.asking()
-        await run.waits(asked)
-        late.set()
-        await run.waits(asked)
-        server.occupation._timeout = 60.0
-        await run.wake(2)
-        await server.finish_sync(["kv_cache"])
-        check(models, await asked, 2)
 
     play("abort", story, separate=False, synced=False)

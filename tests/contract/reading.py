@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,8 @@ import torch.distributed as dist
 from verl_sync_plugin.copies.copier import BucketMemory
 from verl_sync_plugin.copies.plain import hash_bytes
 from verl_sync_plugin.engine.load import Assembler
-from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Plan, Shard, hulls_of, numbers_of
 from verl_sync_plugin.sync.sender import SLOTS, BucketSender
-from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.memory import open_peer_staging, slot_of
 from verl_sync_plugin.verify import times_sent
@@ -27,69 +25,117 @@ WAYS = ((TINY, False), (LARGE, False), (TINY, True))  # sizes, and whether all r
 State = dict[str, torch.Tensor]
 
 
-def planned(source: ParameterSource, bucket_bytes: int, sharded: bool = False) -> tuple[Plan, list[Shard]]:
-    shards = source.shards()
-    return plan_buckets(tuple(shard.base for shard in shards), bucket_bytes, sharded), shards
+class Reader:
+    """Syncs a source as the manager does, and reads it as the engine rank next to this trainer rank. All calls are
+    collective."""
 
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self.plan: Plan | None = None  # of the last sync
+        self.agreement = Agreement(20.0)
 
-def deliver(
-    source: ParameterSource,
-    plan: Plan,
-    shards: list[Shard],
-    kept: BucketSender | None = None,
-    prepare: Callable[[int, Iterator[None]], None] = lambda index, work: list(work) and None,
-) -> State:
-    """One sync, as the manager runs it and as the engine rank next to this trainer rank reads it; collective over the
-    source's group. Every tensor comes once. ``prepare`` runs what comes before each bucket."""
-    sender, group = kept or BucketSender(CPU, 30.0), source.group
-    rank = 0 if group is None else dist.get_rank(group)
-    sender.reserve(plan)
-    sender.begin(plan, rank)
-    exports: list[Any] = [sender.export()]
-    if plan.sharded:
-        exports = [None] * dist.get_world_size(group)
-        dist.all_gather_object(exports, sender.export(), group=group)
-    mapped = [open_peer_staging(export, CPU) for export in exports]
-    meet = partial(dist.barrier, group) if plan.sharded else lambda: None
-    assembler, got = Assembler(frozenset(plan.names)), State()
-    numbers = numbers_of(bucket.entries for bucket in plan.buckets)
-    read = torch.zeros(len(numbers), dtype=torch.int64)
-    for index, bucket in enumerate(plan.buckets):
-        slot = index % SLOTS
-        prepare(index, source.prepare(bucket.bases, [later.bases for later in plan.buckets[index + 1 :]]))
-        meet()  # everyone has read what was there, and it is packed over rubbish
-        sender._slot(slot).fill_(0xEE)
-        sender.pack(index, slot, shards)
-        if not plan.sharded and bucket.world > 1:
-            start = partial(dist.broadcast, group=group, async_op=True)
-            sender.broadcast(bucket, slot, dist.get_process_group_ranks(group), start)
-            sender.drain(slot)
+    def shards(self, bucket_bytes: int, sharded: bool = False) -> list[Shard]:
+        """Plans a sync, of whose tensors this rank has these parts."""
+        self.source = self.source.agree_on_layout(self.agreement)
+        shards: list[Shard] = self.agreement.step("reading the shards", self.source.shards)
+        self.plan = self.source.plan(tuple(shard.base for shard in shards), bucket_bytes, sharded)
+        assert self.plan.slot_bytes <= bucket_bytes
+        self.agreement.same_on_all("the plan", self.plan.digest)
+        return shards
+
+    def sync(self, bucket_bytes: int = TINY, sharded: bool = False) -> State:
+        """Every tensor that arrives, once."""
+        sender = BucketSender(CPU, 30.0)
+        try:
+            return self._deliver(sender, self.shards(bucket_bytes, sharded))
+        finally:
+            sender.close()
+            self.source.release()
+
+    def _deliver(self, sender: BucketSender, shards: list[Shard]) -> State:
+        plan, source = self.plan, self.source
+        assert plan is not None
+        group, rank = source.group, source.rank
+        sender.reserve(plan)
+        sender.begin(plan, rank)
+        exports: list[Any] = [sender.export()]
+        if plan.sharded:
+            exports = [None] * dist.get_world_size(group)
+            dist.all_gather_object(exports, sender.export(), group=group)
+        mapped = [open_peer_staging(export, CPU) for export in exports]
+        meet = partial(dist.barrier, group) if plan.sharded else lambda: None
+        assembler, got = Assembler(frozenset(plan.names)), State()
+        numbers = numbers_of(bucket.entries for bucket in plan.buckets)
+        read = torch.zeros(len(numbers), dtype=torch.int64)
+        for index, bucket in enumerate(plan.buckets):
+            slot = index % SLOTS
+            if source.prepares:
+                later = [later.bases for later in plan.buckets[index + 1 :]]
+                self.agreement.run("packing", source.prepare(bucket.bases, later))
+                self.agreement.settle("packing")
+            meet()  # everyone has read what was there, and it is packed over rubbish
+            sender._slot(slot).fill_(0xEE)
+            sender.pack(index, slot, shards)
+            if not plan.sharded and bucket.world > 1:
+                start = partial(dist.broadcast, group=group, async_op=True)
+                sender.broadcast(bucket, slot, dist.get_process_group_ranks(group), start)
+                sender.drain(slot)
+            meet()
+            sources = mapped if plan.sharded and bucket.world > 1 else [mapped[rank if plan.sharded else 0]]
+            slots = [slot_of(each, slot, exports[0].slot_bytes) for each in sources]
+            memory = BucketMemory(slots, bucket.stride, bucket.world)
+            for hull in hulls_of(bucket.entries):
+                part = memory.narrow(hull.first, hull.end - hull.first)
+                read[numbers[hull.names[0]]] += hash_bytes(part, hull.first)
+            for name, tensor in assembler.tensors(memory, bucket.entries):
+                assert name not in got, f"{name} came twice"
+                got[name] = tensor.clone()
+        assembler.finish()
+        both, world = torch.stack([sender.sums(plan), read]), dist.get_world_size()
+        sent, heard = self.agreement.vote("comparing", both).reshape(both.shape)
+        assert torch.equal(sent * world, heard * times_sent(plan, world)), "bytes changed on the way"
         meet()
-        sources = mapped if plan.sharded and bucket.world > 1 else [mapped[rank if plan.sharded else 0]]
-        slots = [slot_of(each, slot, exports[0].slot_bytes) for each in sources]
-        memory = BucketMemory(slots, bucket.stride, bucket.world)
-        for hull in hulls_of(bucket.entries):
-            part = memory.narrow(hull.first, hull.end - hull.first)
-            read[numbers[hull.names[0]]] += hash_bytes(part, hull.first)
-        for name, tensor in assembler.tensors(memory, bucket.entries):
-            assert name not in got, f"{name} came twice"
-            got[name] = tensor.clone()
-    assembler.finish()
-    agreement, world = Agreement(30.0), dist.get_world_size()
-    both = torch.stack([sender.sums(plan), read])
-    sent, heard = agreement.vote("comparing", both).reshape(both.shape)
-    assert torch.equal(sent * world, heard * times_sent(plan, world)), "bytes changed on the way"
-    meet()
-    if kept is None:
-        sender.close()
-    return got
+        return got
 
 
-def within_one_ulp(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Where weight and delta cancel, the rounding of the fp32 product shows; it depends on how many rows are
-    multiplied."""
-    ulp = torch.nextafter(expected.abs(), torch.tensor(torch.inf, dtype=expected.dtype)) - expected.abs()
-    return got.dtype == expected.dtype and bool(((got - expected).abs() <= ulp.clamp(min=4e-6)).all())
+def sync(source: Any, bucket_bytes: int = TINY, sharded: bool = False) -> State:
+    """One sync, as of a ``Reader``."""
+    return Reader(source).sync(bucket_bytes, sharded)
+
+
+def check_syncs(
+    source: Any,
+    expected: Callable[[], State],
+    change: Callable[[], object],
+    modules: Iterable[torch.nn.Module] = (),
+    same: Callable[[State, State], None] | None = None,
+    rounds: int = 2,
+) -> Reader:
+    """Checks what arrives in every way, over and over.
+
+    Args:
+        source: of the trainer, or its reader.
+        expected: gives what must arrive.
+        change: trains, between two syncs.
+        modules: of the trainer; no sync may write to a parameter of theirs.
+        same: compares what arrived with what must.
+        rounds: how often every way is taken; the plans of all must be alike.
+    """
+    reader, digests = source if isinstance(source, Reader) else Reader(source), list[str]()
+    for bucket_bytes, sharded in WAYS * rounds:
+        wanted = expected()
+        before = [(each, each._version, _local(each).clone()) for module in modules for each in module.parameters()]
+        (same or check_same)(reader.sync(bucket_bytes, sharded), wanted)
+        assert all(each._version == version and torch.equal(_local(each), held) for each, version, held in before)
+        assert reader.plan is not None
+        digests.append(reader.plan.digest)
+        change()
+    assert digests == digests[: len(WAYS)] * rounds, "the plan changed though the layout did not"
+    return reader
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return getattr(parameter, "_local_tensor", parameter).detach()
 
 
 def check_same(got: State, expected: State) -> None:

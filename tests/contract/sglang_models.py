@@ -24,14 +24,12 @@ EXPERTS = replace(
 KINDS: dict[str, Family] = {
     "qwen2": FAMILIES["Qwen2"],
     "qwen2-tied": FAMILIES["Qwen2, tied"],
-    "qwen3-moe-tied": EXPERTS.tied(True),
     "qwen3-moe": EXPERTS,
-    "deepseek-v2": FAMILIES["DeepSeek-V2"],
     "deepseek-v3": FAMILIES["DeepSeek-V3"],
 }
 
 
-def _built(family: Family) -> Any:
+def built(family: Family) -> Any:
     """transformers' model, without memory."""
     config = AutoConfig.for_model(family.model_type, **family.config)
     with torch.device("meta"):
@@ -41,14 +39,14 @@ def _built(family: Family) -> Any:
 
 
 def config_of(kind: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(_built(KINDS[kind]).config.to_json_string())
+    found: dict[str, Any] = json.loads(built(KINDS[kind]).config.to_json_string())
     return found
 
 
 @cache
 def shapes_of(kind: str) -> list[tuple[str, torch.Size]]:
     """Names and shapes of the HF checkpoint. A tied head travels too, as FSDP trainers send it: under both names."""
-    model = _built(KINDS[kind])
+    model = built(KINDS[kind])
     found = {name: tensor.shape for name, tensor in revert_weight_conversion(model, model.state_dict()).items()}
     head = found.pop("lm_head.weight")
     return [*found.items(), ("lm_head.weight", head)]
@@ -71,7 +69,7 @@ def start(folder: Path, kind: str | Family, tp: int | None = None, **arguments: 
     """Sets SGLang up for one model in this process of a group (again, if need be); returns its ``ModelConfig``."""
     family = KINDS[kind] if isinstance(kind, str) else kind
     home = folder / f"{family.model_type}-{family.config.get('tie_word_embeddings')}-{dist.get_rank()}"
-    _built(family).config.save_pretrained(home)
+    built(family).config.save_pretrained(home)
     return start_from(home, tp=tp, **arguments)
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources of which only the group counts, and servers without an engine."""
+"""Opens the sources and managers of trainers, and gives them servers without an engine; sources of which only the
+group counts."""
 
 from __future__ import annotations
 
@@ -13,27 +14,33 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from contract.reading import CPU
+from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.tensors import Base, Shard, View
 from verl_sync_plugin.rollouts import rollout_of
+from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager
-from verl_sync_plugin.sync.ways import Sync, Way, Ways
 from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
-from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.verify import Comparison
+
+BUCKET_BYTES = 64 << 10  # of a manager
 
 
 class WorldSource(ParameterSource):
-    """Shares tensors out over all ranks."""
+    """Shares tensors out over all ranks, or has all of them on every rank; one that comes twice is tied."""
 
-    def __init__(self, weights: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
+    def __init__(self, shares: bool = True) -> None:
         super().__init__()
-        self.group = dist.group.WORLD
-        self.weights = weights
+        self.group = dist.group.WORLD if shares else None
+        self.weights: Sequence[tuple[str, torch.Tensor]] = ()
 
     def shards(self) -> list[Shard]:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        return [shard_of((name,), tensor, rank, world) for name, tensor in self.weights]
+        world = dist.get_world_size() if self.group else 1
+        tied: dict[int, tuple[list[str], torch.Tensor]] = {}
+        for name, tensor in self.weights:
+            tied.setdefault(id(tensor), ([], tensor))[0].append(name)
+        return [shard_of(tuple(names), tensor, self.rank, world) for names, tensor in tied.values()]
 
 
 class SourceManager(ShardingManager):
@@ -47,6 +54,31 @@ class SourceManager(ShardingManager):
         return self.given
 
 
+def open_source(
+    strategy: str, engine: Any, *kept: str, wire: str = "bfloat16", seconds: float = 30.0, backend: Any = None
+) -> Any:
+    """The source of an engine; the rollout keeps what has a name of these patterns as the trainer has it."""
+    backend = backend or get_sharding_manager(strategy, "sglang").backend  # type: ignore[attr-defined]
+    trainer = backend(engine, SyncConfig(timeout_seconds=seconds), CPU, wire)
+    trainer.policy.kept = Wanted(*kept)
+    return trainer.open_source()
+
+
+def manager_of(
+    strategy: str,
+    engine: Any,
+    server: Any,
+    leads: bool = True,
+    bucket_bytes: int = BUCKET_BYTES,
+    wire: str = "bfloat16",
+    **keys: Any,
+) -> ShardingManager:
+    """The manager of an engine; a leading rank calls the server."""
+    config = SyncConfig(timeout_seconds=20.0, **keys)
+    manager = get_sharding_manager(strategy, "sglang")
+    return manager(engine, endpoint_of(server, leads), config, bucket_bytes, CPU, wire)
+
+
 def shard_of(names: tuple[str, ...], tensor: torch.Tensor, rank: int, world: int) -> Shard:
     """A rank's rows of a tensor, which is tied where it has several names; cut as ``torch.chunk`` cuts them."""
     numel, rows = tensor.numel(), [len(chunk) for chunk in torch.arange(tensor.shape[0]).chunk(world)]
@@ -58,11 +90,6 @@ def shard_of(names: tuple[str, ...], tensor: torch.Tensor, rank: int, world: int
 
 def everyone() -> tuple[int, ...]:
     return tuple(range(dist.get_world_size()))
-
-
-def chosen(ways: Ways, agreement: Agreement, sync: Sync) -> Way:
-    """The way that the ranks vote for."""
-    return ways.take(sync, agreement.vote("choosing the way", ways.votes(sync)).tolist())
 
 
 def same_everywhere(text: str) -> str:

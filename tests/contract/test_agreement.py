@@ -31,7 +31,7 @@ from verl_sync_plugin.verify import Comparison
 
 CPU = torch.device("cpu")
 SECONDS = 0.3
-WAIT = 4.0
+WAIT = 2.5
 
 
 def settled(agreement: Agreement, what: str) -> str:

@@ -29,7 +29,6 @@ from contract.fsdp_models import (
     Layout,
     build,
     change,
-    deliver,
     fsdp1,
     manager_of,
     merging_source,
@@ -37,8 +36,7 @@ from contract.fsdp_models import (
     peft_model,
     shard,
 )
-from contract.reading import LARGE, WAYS, State, planned
-from contract.reading import deliver as deliver_plan
+from contract.reading import LARGE, WAYS, Reader, State, sync
 from contract.sglang_models import build as build_engine
 from contract.sglang_models import start, weights_of
 from contract.sources import StandIn, same_everywhere
@@ -66,7 +64,7 @@ def test_a_broken_weight_is_named_and_a_rank_that_fails_leaves_nobody_alone() ->
     """Rank 1 has a NaN, or cannot read a weight; then it can, and all is as without a failure."""
     module, second = shard(build("qwen2"), Layout((2,))), dist.get_rank() == 1
     plain = open_source(module)
-    expected = deliver(plain, LARGE)
+    expected = Reader(plain).sync(LARGE)
     blocks = projections(expected, (SIZE, SIZE))
     manager: Any = manager_of(module, StandIn(), delivery="staged")
     manager.trainer.policy.blocks.update(blocks)
@@ -105,7 +103,7 @@ def test_shards_are_quantized_as_the_whole_tensor_is(layout: Layout, model: str)
     module = shard(build(model), layout)
     for bucket_bytes, sharded in WAYS:
         plain = open_source(module, *KEEP)
-        expected = deliver_plan(plain, *planned(plain, bucket_bytes))
+        expected = sync(plain, bucket_bytes)
         blocks = projections(expected, (SIZE, 8))
         check_quantized(plain, expected, blocks, bucket_bytes, sharded)
         change(module)
@@ -115,7 +113,7 @@ def test_shards_are_quantized_as_the_whole_tensor_is(layout: Layout, model: str)
 def test_merged_adapters_are_quantized_after_the_merge() -> None:
     module = shard(peft_model(LINEAR), Layout((2,)))
     for bucket_bytes, sharded in WAYS:
-        expected = deliver(merging_source(module), bucket_bytes)
+        expected = sync(merging_source(module), bucket_bytes)
         source = merging_source(module)
         check_quantized(source, expected, projections(expected, (SIZE, SIZE)), bucket_bytes, sharded)
 
@@ -203,9 +201,9 @@ def test_a_bit_that_flips_in_a_weight_or_a_scale_is_found(tmp_path: Path) -> Non
     model = build_engine(start(tmp_path, "qwen3-moe", **ARGUMENTS))
     whole = dict(weights_of("qwen3-moe", 0))
     with pytest.raises(SyncError, match=r"keeps .*_proj.weight in fp8, and this trainer does not quantize. Remove "):
-        Wire(model, list(whole.items()), 1, 1 << 20).sync(list(whole.items()))
+        Wire(model).sync(list(whole.items()))
     blocks = projections(whole, (SIZE, SIZE))
-    wire = Wire(model, list(fp8.checkpoint(whole, blocks)), 1, 1 << 20)
+    wire = Wire(model, verify="always")
     wire.sync(list(fp8.checkpoint(whole, blocks)))
     names = [name for name, each in model.named_parameters() if each.dtype.itemsize == 1 or "scale" in name]
     assert len(names) == 16, names
@@ -217,5 +215,5 @@ def test_a_bit_that_flips_in_a_weight_or_a_scale_is_found(tmp_path: Path) -> Non
 
         sent = list(fp8.checkpoint(dict(weights_of("qwen3-moe", seed)), blocks))
         with pytest.raises(SyncError, match="the engine's parameters do not hold what was sent of "):
-            wire.sync(sent, behind=flip)
+            wire.sync(sent, flip)
         wire.sync(sent)

@@ -6,28 +6,24 @@ Real models, real sharding, real gloo: source -> plan -> pack -> gather -> a sec
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, Qwen2Config
 from worlds import on_ranks
 
 from contract.fsdp_models import (
     CONFIGS,
     KEEP,
     LAYOUTS,
-    SIZES,
     Layout,
     build,
     fsdp1,
@@ -36,13 +32,8 @@ from contract.fsdp_models import (
     torchs_own_state,
     train_step,
 )
-from contract.reading import CPU, LARGE, TINY, WAYS, State, check_same, deliver, planned
-from contract.sources import same_everywhere
-from verl_sync_plugin.layout.tensors import Plan, Shard
-from verl_sync_plugin.trainers.base import ParameterSource
+from contract.reading import LARGE, TINY, State, check_same, check_syncs, sync
 from verl_sync_plugin.trainers.naming import verl_rewrite
-
-SYNCS = 3
 
 
 def unit_of(name: str) -> str:
@@ -69,31 +60,6 @@ def on_the_wire(state: State, parameters: set[str], layout: Layout, model_type: 
     return found if torch.equal(head, found["model.embed_tokens.weight"]) else {**found, "lm_head.weight": head}
 
 
-def locals_of(shards: list[Shard]) -> list[torch.Tensor]:
-    return [shard.local().clone() for shard in shards]
-
-
-def one_sync(
-    module: torch.nn.Module, source: ParameterSource, bucket_bytes: int, sharded: bool = False
-) -> tuple[State, Plan]:
-    """A sync that leaves live parameters untouched."""
-    plan, shards = planned(source, bucket_bytes, sharded)
-    before = locals_of(shards)
-    versions = [parameter._version for parameter in module.parameters()]
-    assert plan.slot_bytes <= bucket_bytes
-    got = deliver(source, plan, shards)
-    assert all(map(torch.equal, before, locals_of(source.shards()))), "the sync changed the trainer's parameters"
-    assert versions == [parameter._version for parameter in module.parameters()], "the sync wrote to a parameter"
-    return got, plan
-
-
-def check_cuts(plan: Plan, bucket_bytes: int) -> None:
-    """The tiny buckets must tear tensors apart, the large one must not."""
-    names = [entry.name for bucket in plan.buckets for entry in bucket.entries]
-    assert (len(names) > len(set(names))) == (bucket_bytes == TINY)
-    assert bucket_bytes == TINY or len(plan.buckets) <= 2
-
-
 def cases() -> Iterator[Any]:
     """Every model under every layout; ``make test`` runs one under each, in turn, and experts under every other one."""
     others = sorted(CONFIGS.keys() - {"qwen3_moe"})
@@ -106,72 +72,45 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("layout", "model_name"), list(cases()))
 @on_ranks("layout", timeout=180)
 def test_every_tensor_arrives_bit_for_bit(layout: Layout, model_name: str) -> None:
-    """Three syncs with two bucket sizes each and training in between, the first before FSDP1 has initialised itself, as
-    verl's."""
-    model_type = CONFIGS[model_name].model_type
+    """With training in between; the first sync comes before FSDP1 has initialised itself, as verl's does."""
     model = build(model_name)
-    last: State = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state: State = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     parameters, module = parameters_of(model), shard(model, layout)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05, weight_decay=0.5)
-    source, digests = open_source(module, *KEEP), []
-    for step in range(SYNCS):
-        state = torchs_own_state(module) if step else last
-        expected = on_the_wire(state, parameters, layout, model_type)
-        for bucket_bytes, sharded in WAYS:
-            got, plan = one_sync(module, source, bucket_bytes, sharded)
-            check_same(got, expected)
-            digests.append(plan.digest)
-            if not sharded:
-                check_cuts(plan, bucket_bytes)
-        if step:
-            unchanged = [name for name, tensor in state.items() if torch.equal(tensor, last[name])]
-            assert unchanged == [], "training must have changed everything"
-        last = state
-        train_step(module, optimizer, step)
-    assert "scratch" not in expected
-    same_everywhere(str(digests))
-    assert digests == digests[: len(WAYS)] * SYNCS, "the plan must not change while the layout does not"
-    assert len(set(digests)) == len(WAYS)
+    optimizer, steps = torch.optim.AdamW(module.parameters(), lr=0.05, weight_decay=0.5), itertools.count()
+
+    def train() -> None:
+        train_step(module, optimizer, next(steps))
+        trained = torchs_own_state(module)
+        unchanged = [name for name, tensor in trained.items() if torch.equal(tensor, state[name])]
+        assert unchanged == [], "training must have changed everything"
+        state.update(trained)
+
+    def expected() -> State:
+        return on_the_wire(state, parameters, layout, CONFIGS[model_name].model_type)
+
+    reader = check_syncs(open_source(module, *KEEP), expected, train, [module])
+    assert "scratch" not in expected()
+    for bucket_bytes, torn in ((TINY, True), (LARGE, False)):
+        reader.shards(bucket_bytes)
+        names = [entry.name for bucket in reader.plan.buckets for entry in bucket.entries]  # type: ignore[union-attr]
+        assert (len(names) > len(set(names))) == torn
 
 
 @on_ranks(2)
 def test_sync_after_a_forward_that_raised() -> None:
     """The root stays gathered then; what is sent are the shards all the same."""
     layout, model = Layout((2,)), build("qwen2")
-    original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     parameters = parameters_of(model)
+    expected = on_the_wire({name: tensor.clone() for name, tensor in model.state_dict().items()}, parameters, layout)
     module: Any = shard(model, layout)
     source = open_source(module, *KEEP)
-    _, plan = one_sync(module, source, LARGE)
+    sync(source)
     hook = module.model.layers[-1].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         module(input_ids=torch.arange(8).reshape(1, 8))
     hook.remove()
     assert not isinstance(module.model.embed_tokens.weight, DTensor), "the root is not gathered"
-    got, again = one_sync(module, source, LARGE)
-    check_same(got, on_the_wire(original, parameters, layout))
-    assert again.digest == plan.digest
-
-
-CHECKPOINTS: dict[str, PretrainedConfig] = {
-    "mixtral": MixtralConfig(**{**SIZES, "head_dim": None}, num_local_experts=5),
-    "qwen2-tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
-}
-
-
-@pytest.mark.parametrize("name", CHECKPOINTS)
-@pytest.mark.parametrize("layout", [Layout((3,)), fsdp1(2), fsdp1(2, True)], ids=str)
-@on_ranks("layout")
-def test_what_was_loaded_arrives_named_and_cut_as_the_checkpoint_is(name: str, layout: Layout, tmp_path: Path) -> None:
-    folder = tmp_path / str(dist.get_rank())
-    torch.manual_seed(3)  # the same on every rank
-    AutoModelForCausalLM.from_config(CHECKPOINTS[name], dtype=torch.float32).save_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    module = shard(model, layout)
-    source = open_source(module, wire="float32")
-    for bucket_bytes, sharded in WAYS[1:]:
-        got, _ = one_sync(module, source, bucket_bytes, sharded)
-        check_same(got, load_file(folder / "model.safetensors"))
+    check_same(sync(source), expected)
 
 
 def permuted(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
@@ -199,17 +138,6 @@ class Odd(torch.nn.Module):
         self.register_buffer("turned", square.t())  # the same memory, read the other way
 
 
-def wrapped(module: torch.nn.Module, layout: Layout) -> tuple[torch.nn.Module, ParameterSource]:
-    mesh = init_device_mesh("cpu", layout.mesh)
-    if not layout.strategy:
-        return fully_shard(module, mesh=mesh), open_source(module)
-    module = FullyShardedDataParallel(
-        module, sharding_strategy=ShardingStrategy[layout.strategy], device_mesh=mesh, device_id=CPU,
-        use_orig_params=layout.use_orig_params,
-    )  # fmt: skip
-    return module, open_source(module)
-
-
 @pytest.mark.parametrize(
     "layout",
     [
@@ -223,10 +151,10 @@ def wrapped(module: torch.nn.Module, layout: Layout) -> tuple[torch.nn.Module, P
 def test_any_shape_in_any_order_of_memory_arrives_as_the_state_dict_has_it(layout: Layout) -> None:
     """FSDP1 keeps a parameter in the order of its memory. FSDP2 refuses such parameters; its buffers may be so."""
     for seed in range(24):
-        module, source = wrapped(Odd(seed, plain=not layout.strategy), layout)
+        module = shard(Odd(seed, plain=not layout.strategy), layout)
         expected = {n: t.bfloat16() if n.startswith("p") else t for n, t in torchs_own_state(module).items()}
         bucket_bytes, sharded = ((64, False), (LARGE, False), (64, True))[seed % 3]
-        check_same(one_sync(module, source, bucket_bytes, sharded)[0], expected)
+        check_same(sync(open_source(module), bucket_bytes, sharded), expected)
 
 
 @on_ranks(2)
@@ -239,7 +167,7 @@ def test_what_cannot_be_read_is_refused_by_name() -> None:
     fully_shard(odd, mesh=mesh, shard_placement_fn=lambda _: torch.distributed.tensor.Shard(1))
     gapped.config = odd.config = Odd.config  # type: ignore[assignment]
     for source, *words in (
-        (wrapped(gapped, fsdp1(2, True))[1], "parameter '0.weight' has strides (12, 2)", "contiguous()"),
+        (open_source(shard(gapped, fsdp1(2, True))), "parameter '0.weight' has strides (12, 2)", "contiguous()"),
         (
             open_source(odd),
             "parameter 'weight' has placements (Shard(dim=1),)",

@@ -13,8 +13,8 @@ from peft import IA3Config, LoHaConfig, LoraConfig, PeftMixedModel, get_peft_mod
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from worlds import on_ranks
 
-from contract.fsdp_models import Layout, Variant, build, deliver, fsdp1, merging_source, peft_model, shard
-from contract.reading import LARGE, planned
+from contract.fsdp_models import Layout, Variant, build, fsdp1, merging_source, peft_model, shard
+from contract.reading import LARGE, Reader, sync
 from verl_sync_plugin.lora.peft import Adapters
 
 TARGETS = {"target_modules": ["q_proj", "down_proj"]}
@@ -139,7 +139,7 @@ def test_a_transposed_weight_travels_as_it_is_and_is_not_merged() -> None:
     layer: Any = model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj.base_layer")
     layer.weight = torch.nn.Parameter(layer.weight.detach().t().contiguous().t(), requires_grad=False)
     module = shard(model, fsdp1(2, True))
-    planned(merging_source(module, merge=False), LARGE)
+    Reader(merging_source(module, merge=False)).shards(LARGE)
     text = error_of(merging_source(module))
     assert "'model.layers.1.self_attn.q_proj.weight'" in text and "strides (1, " in text
 
@@ -149,7 +149,7 @@ def test_adapters_that_are_switched_between_syncs_are_refused_until_they_are_swi
     """Another adapter than in the first sync, then none; each time the sync after it is as the first."""
     module: Any = shard(peft_model(TWO), Layout((2,)))
     source = merging_source(module)
-    first = deliver(source)
+    first = sync(source)
     module.set_adapter("second")
     for now, undo in (
         ("('second',)", lambda: module.set_adapter("default")),
@@ -158,6 +158,6 @@ def test_adapters_that_are_switched_between_syncs_are_refused_until_they_are_swi
         text = error_of(source)
         assert all(words in text for words in ("self_attn.q_proj'", "('default',)", f"now they are {now}")), text
         undo()
-        again = deliver(source)
+        again = sync(source)
         assert all(torch.equal(first[name], again[name]) for name in first)
         module.base_model.disable_adapter_layers()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -27,67 +27,39 @@ from torch.distributed import distributed_c10d
 from worlds import on_ranks
 
 from contract.fp8 import check_quantized, projections
-from contract.reading import CPU, LARGE, TINY, State, check_same, deliver
-from contract.sources import endpoint_of, same_everywhere
+from contract.reading import LARGE, TINY, Reader, State, check_same, check_syncs
+from contract.sources import open_source, same_everywhere
 from megatron_cpu.engines import Layout, build, stock_export, train_step, unwrapped
-from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.sharding_manager import get_sharding_manager
-from verl_sync_plugin.sync.manager import ShardingManager
-from verl_sync_plugin.sync.sender import STAGING_BUCKETS
 from verl_sync_plugin.trainers.base import take_over
 
 pytestmark = pytest.mark.usefixtures("bridge_processes")
 
-SYNCS = 3
+Compare = Callable[[State, State], None]
 
 
-def manager_of(
-    engine: Any, bucket_bytes: int, wire: str = "bfloat16", delivery: str = "auto", server: Any = None
-) -> ShardingManager:
-    """Every rank calls the server, if there is one."""
-    config, endpoint = SyncConfig(timeout_seconds=20, delivery=delivery), endpoint_of(server, server is not None)
-    return get_sharding_manager("megatron", "sglang")(engine, endpoint, config, bucket_bytes, CPU, wire)
+def reader_of(engine: Any, wire: str = "bfloat16") -> Reader:
+    return Reader(open_source("megatron", engine, wire=wire))
 
 
-def one_sync(manager: ShardingManager) -> State:
-    """Everything that arrives; the trainer is not written to."""
-    before = [p._version for chunk in manager.trainer.engine.module for p in chunk.parameters()]
-    sync, _ = manager.plan()
-
-    def prepare(index: int, work: Any) -> None:
-        manager.agreement.run(f"packing bucket {index}", work)
-        manager.agreement.settle(f"packing bucket {index}")
-
-    got = deliver(sync.source, sync.plan, sync.shards, manager.sender, prepare)
-    assert manager.sender.export().nbytes <= STAGING_BUCKETS * manager._bucket_bytes
-    sync.source.release()
-    assert before == [p._version for chunk in manager.trainer.engine.module for p in chunk.parameters()]
-    return got
+def synced(engine: Any, reader: Reader, kind: str = "MegatronSource", same: Compare = check_same) -> None:
+    """Checks that one sync brings the bridge's own export, read by a source of this kind."""
+    expected = stock_export(engine)
+    same(reader.sync(LARGE), expected)
+    assert type(reader.source).__name__ == kind
 
 
-def synced(
-    manager: ShardingManager, kind: str = "MegatronSource", check: Callable[[State, State], None] = check_same
-) -> State:
-    """A sync brings what the bridge itself exports, which is returned, read by a source of this kind."""
-    expected = stock_export(manager.trainer.engine)
-    check(one_sync(manager), expected)
-    assert type(manager.source).__name__ == kind
-    return expected
-
-
-def trained_steps(engine: Any) -> Iterator[int]:
-    """The numbers of syncs, between which the engine is trained."""
-    for step in range(SYNCS):
-        if step:
-            train_step(engine)
-        yield step
+def check_exports(engine: Any, kind: str = "MegatronSource", same: Compare = check_same) -> None:
+    """Checks that every sync of many, in every way and with training in between, does."""
+    reader = reader_of(engine)
+    check_syncs(reader, lambda: stock_export(engine), lambda: train_step(engine), engine.module, same)
+    assert type(reader.source).__name__ == kind
 
 
 def error_of(work: Callable[[], object], seconds: float = 10.0) -> str:
     """The text of a sync that must fail, soon and alike on every rank."""
     started = time.monotonic()
-    with pytest.raises(SyncError) as caught:
+    with pytest.raises((SyncError, ValueError)) as caught:
         work()
     assert time.monotonic() - started < seconds, "a rank waited for one that had failed"
     return same_everywhere(str(caught.value))
@@ -117,27 +89,6 @@ def is_router_bias(name: str) -> bool:
     return name.endswith("_bias") and "gate" in name
 
 
-def syncs(model_path: str, layout: Layout, wire: str) -> None:
-    """Three syncs with two bucket sizes each and a training step in between."""
-    engine = build(model_path, layout)
-    managers = [
-        manager_of(engine, size, wire, how) for size, how in ((TINY, "staged"), (LARGE, "auto"), (TINY, "auto"))
-    ]
-    disk, digests = on_disk(model_path), []
-    # The checkpoint is all in bfloat16; the router's biases become float32
-    expected = {n: t.float() if is_router_bias(n) else t for n, t in disk.items()}
-    for step in trained_steps(engine):
-        if step:
-            last, expected = expected, stock_export(engine)
-            same = [name for name, tensor in expected.items() if torch.equal(tensor, last[name])]
-            assert not same, f"training must have changed everything: {same}"
-        for manager in managers:
-            check_same(one_sync(manager), on_the_wire(expected, getattr(torch, wire)))
-            assert type(manager.source).__name__ == "MegatronSource"
-            digests.append(manager.planned.digest if manager.planned else "")
-    assert digests == digests[: len(managers)] * SYNCS, "the plan must not change while the layout does not"
-
-
 CASES = [
     ("qwen2", Layout(4, tp=2, pp=2)),
     ("qwen2-tied", Layout(2, pp=2)),  # with virtual stages the bridge itself cannot load a tied model
@@ -164,48 +115,61 @@ MORE_CASES = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"), [*CASES, *(pytest.param(*case, marks=pytest.mark.extended) for case in MORE_CASES)], ids=str
+    ("kind", "layout", "wire"),
+    [
+        *((*case, "bfloat16") for case in CASES),
+        ("moonlight", Layout(2, tp=2, ep=2, etp=1), "float32"),
+        *(pytest.param(*case, "bfloat16", marks=pytest.mark.extended) for case in MORE_CASES),
+    ],
+    ids=str,
 )
 @on_ranks("layout", timeout=180)
-def test_every_tensor_arrives_bit_for_bit(checkpoint: str, layout: Layout) -> None:
-    syncs(checkpoint, layout, "bfloat16")
+def test_every_tensor_arrives_bit_for_bit(checkpoint: str, layout: Layout, wire: str) -> None:
+    """First the checkpoint, all in bfloat16 but for the router's biases, which become float32."""
+    engine, state = build(checkpoint, layout), on_disk(checkpoint)
+    state = {name: tensor.float() if is_router_bias(name) else tensor for name, tensor in state.items()}
+
+    def train() -> None:
+        train_step(engine)
+        trained = stock_export(engine)
+        same = [name for name, tensor in trained.items() if torch.equal(tensor, state[name])]
+        assert not same, f"training must have changed everything: {same}"
+        state.update(trained)
+
+    reader = reader_of(engine, wire)
+    check_syncs(reader, lambda: on_the_wire(state, getattr(torch, wire)), train, engine.module)
+    assert type(reader.source).__name__ == "MegatronSource"
 
 
-@pytest.mark.parametrize(("kind", "layout"), [("moonlight", Layout(2, tp=2, ep=2, etp=1))], ids=str)
-@on_ranks("layout")
-def test_routers_keep_their_dtype_on_a_float32_wire(checkpoint: str, layout: Layout) -> None:
-    syncs(checkpoint, layout, "float32")
-
-
-def syncs_offloaded(engine: Any, check: Callable[[State, State], None]) -> None:
+def check_offloaded(engine: Any, same: Compare = check_same) -> None:
     """Parameters are in host memory while they are sent, and are not brought to the device for it."""
     from verl.utils.megatron_utils import load_megatron_model_to_gpu, offload_megatron_model_to_cpu
 
     def on_the_device() -> int:
         return sum(b.param_data.untyped_storage().size() for chunk in engine.module for b in chunk.buffers)
 
-    manager = manager_of(engine, LARGE)
-    for _ in trained_steps(engine):
+    reader = reader_of(engine)
+    for _ in range(3):
         expected, held = stock_export(engine), on_the_device()
         offload_megatron_model_to_cpu(engine.module)
-        got = one_sync(manager)
+        got = reader.sync(LARGE)
         assert held > on_the_device() == 0, "the sync loaded the parameters"
-        check(got, expected)
+        same(got, expected)
         load_megatron_model_to_gpu(engine.module)
+        train_step(engine)
 
 
 @pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(2, pp=2)], ids=str)
 @on_ranks("layout")
 def test_offloaded_parameters_are_read_where_they_are(checkpoint: str, layout: Layout) -> None:
-    syncs_offloaded(build(checkpoint, layout), check_same)
+    check_offloaded(build(checkpoint, layout))
 
 
 @on_ranks(2)
 def test_a_padded_vocabulary_arrives_without_its_padding(checkpoint: str, layout: Layout) -> None:
     engine = build(checkpoint, layout, should_pad_vocab=True, make_vocab_size_divisible_by=128)
     disk = on_disk(checkpoint)
-    for size in (TINY, LARGE):
-        check_same(one_sync(manager_of(engine, size)), disk)
+    check_same(reader_of(engine).sync(), disk)
     rows = unwrapped(engine.module[0]).embedding.word_embeddings.weight.shape[0] * layout.tp
     assert rows - len(disk["model.embed_tokens.weight"]) == 192, "Megatron has padded nothing"
 
@@ -214,7 +178,7 @@ def test_a_padded_vocabulary_arrives_without_its_padding(checkpoint: str, layout
 def test_what_cannot_be_synced_is_refused_by_name(checkpoint: str, layout: Layout) -> None:
     """By the same error on every rank; set up well, the same engine is synced."""
     engine = build(checkpoint, layout)
-    manager, fsdp = manager_of(engine, LARGE), replace(engine.engine_config, use_megatron_fsdp=True)
+    fsdp = replace(engine.engine_config, use_megatron_fsdp=True)
     for owner, name, value, key in (
         (engine.module[0].ddp_config, "overlap_param_gather", True, "override_ddp_config.overlap_param_gather=True"),
         (engine, "engine_config", fsdp, "actor.megatron.use_megatron_fsdp=True"),
@@ -222,40 +186,8 @@ def test_what_cannot_be_synced_is_refused_by_name(checkpoint: str, layout: Layou
         (engine, "vanilla_bridge", True, "actor.megatron.vanilla_mbridge=True"),
     ):
         with mock.patch.object(owner, name, value):
-            assert key in error_of(lambda: one_sync(manager))
-    check_same(one_sync(manager), on_disk(checkpoint))
-
-
-DISAGREEING = {
-    "shape": "rank 0: bfloat16 (64, 32), part 1 of 2 along dimension 1; rank 1: bfloat16 (65, 32), part 2 of 2",
-    "dtype": "rank 0: bfloat16 (64, 32), part 1 of 2 along dimension 1; rank 1: float32 (64, 32), part 2 of 2",
-    "gone": "ranks 0, 1 hold 2048 of 4096 elements of parameter",
-}
-
-
-@on_ranks(2)
-def test_disagreement_is_one_error_soon_and_recovered_from(checkpoint: str, layout: Layout) -> None:
-    """The last rank holds a parameter differently in one sync and as before in the next."""
-    engine = build(checkpoint, layout)
-    manager = manager_of(engine, LARGE)
-    one_sync(manager)
-    module = unwrapped(engine.module[0]).decoder.layers[0].self_attention.linear_proj
-    honest = module.weight
-    for change, said in DISAGREEING.items():
-        if is_last():
-            module._parameters.pop("weight")
-            if change != "gone":
-                shape = (honest.shape[0] + 1, *honest.shape[1:]) if change == "shape" else honest.shape
-                dtype = torch.float32 if change == "dtype" else honest.dtype
-                module.weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
-                for name in ("tensor_model_parallel", "partition_dim"):
-                    setattr(module.weight, name, getattr(honest, name))
-        text = error_of(lambda: one_sync(manager), 5.0)
-        assert "failed at 'matching the layouts of all ranks'; trainer weights are unchanged" in text
-        assert "decoder.layers.0.self_attention.linear_proj.weight" in text and said in text
-        module.weight = honest
-        train_step(engine)
-        synced(manager)
+            assert key in error_of(lambda: reader_of(engine).sync())
+    check_same(reader_of(engine).sync(), on_disk(checkpoint))
 
 
 # Where a model goes through Megatron-Bridge's own stream
@@ -276,18 +208,17 @@ def norms_are_computed() -> Any:
 @pytest.mark.parametrize(("kind", "layout"), [("qwen2-tied", Layout(2, pp=2)), ("qwen3-moe", Layout(2, ep=2))], ids=str)
 @on_ranks("layout")
 def test_a_model_whose_conversion_computes_goes_through_the_bridges_stream(checkpoint: str, layout: Layout) -> None:
-    """Bit for bit the bridge's export, three times, with two bucket sizes."""
     engine = build(checkpoint, layout)
     take_over(True)  # as verl's worker does: the engine hands out its stream unconsumed
     with norms_are_computed():
-        for size in (TINY, LARGE):
-            manager, keys = manager_of(engine, size), []
-            for _ in trained_steps(engine):
-                synced(manager, "StreamSource")
-                dist.barrier()
-                store = distributed_c10d._get_default_store()
-                keys.append(sorted(key for key in store.list_keys() if "verl_sync_plugin" in key))
-            assert len(keys[1]) == len(keys[2]) < 10 + len(keys[0]), f"meetings leave keys in the store: {keys[2]}"
+        check_exports(engine, "StreamSource")
+        reader, keys = reader_of(engine), []
+        for _ in range(3):
+            synced(engine, reader, "StreamSource")
+            dist.barrier()
+            store = distributed_c10d._get_default_store()
+            keys.append(sorted(key for key in store.list_keys() if "verl_sync_plugin" in key))
+        assert len(keys[1]) == len(keys[2]) < 10 + len(keys[0]), f"meetings leave keys in the store: {keys[2]}"
 
 
 def failing_at(number: int) -> Any:
@@ -316,16 +247,17 @@ def test_a_rank_that_fails_inside_the_stream_is_everybodys_error_and_recovered_f
     take_over(True)
     last = 2 * engine.model_config.hf_config.num_hidden_layers  # two row-parallel weights in each layer
     for bucket_bytes, learning in ((TINY, False), (LARGE, False), (LARGE, True)):
-        manager = manager_of(engine, bucket_bytes)
+        reader = reader_of(engine)
         with norms_are_computed():
             if not learning:
-                synced(manager, "StreamSource")
-                train_step(engine)
+                synced(engine, reader, "StreamSource")
+            train_step(engine)
             with failing_at(last if learning else 3):
-                text = error_of(partial(one_sync, manager))
+                text = error_of(partial(reader.sync, bucket_bytes))
             assert "injected into the conversion" in text and "rank 1" in text, text
-            for _ in trained_steps(engine):
-                synced(manager, "StreamSource")
+            for _ in range(2):
+                synced(engine, reader, "StreamSource")
+                train_step(engine)
 
 
 @pytest.mark.parametrize(
@@ -344,11 +276,10 @@ def test_parts_are_quantized_as_the_whole_tensor_is(checkpoint: str, layout: Lay
     take_over(True)
     with norms_are_computed() if computed else nullcontext():
         for size, sharded in ((TINY, False), (LARGE, True)):
-            manager = manager_of(engine, size)
-            manager.plan()
-            source, expected = manager.source, on_the_wire(stock_export(engine), torch.bfloat16)
-            assert source is not None and type(source).__name__ == ("StreamSource" if computed else "MegatronSource")
-            check_quantized(source, expected, projections(expected, (16, 8)), size, sharded)
+            reader, expected = reader_of(engine), on_the_wire(stock_export(engine), torch.bfloat16)
+            reader.shards(size, sharded)
+            assert type(reader.source).__name__ == ("StreamSource" if computed else "MegatronSource")
+            check_quantized(reader.source, expected, projections(expected, (16, 8)), size, sharded)
             train_step(engine)
 
 
@@ -377,29 +308,29 @@ def test_tensors_and_modules_that_are_replaced_are_found(checkpoint: str, layout
     """Tensors get other memory, are replaced, and are replaced with the module around them; as long as nothing of that
     happens, the model is not walked again."""
     engine = build(checkpoint, layout)
-    manager = manager_of(engine, LARGE)
-    synced(manager)
+    reader = reader_of(engine)
+    synced(engine, reader)
     with mock.patch("verl_sync_plugin.trainers.megatron.model.held_by", side_effect=AssertionError("walked again")):
         train_step(engine)
-        synced(manager)
+        synced(engine, reader)
     layers = unwrapped(engine.module[0]).decoder.layers
     for _ in range(2):
         moved = layers[0].self_attention.linear_proj.weight
         moved.data = moved.data + 1
-        synced(manager)
+        synced(engine, reader)
         replaced = layers[0].self_attention.linear_qkv
         replaced.weight = _more(replaced.weight)
-        synced(manager)
+        synced(engine, reader)
         module = copy.copy(layers[0].mlp.linear_fc2)
         module.__dict__["_parameters"] = {"weight": _more(module.weight)}
         layers[0].mlp.linear_fc2 = module
-        synced(manager)
+        synced(engine, reader)
         wrapper = engine.module[0]
         while not hasattr(wrapper.module, "decoder"):
             wrapper = wrapper.module
         wrapper.module = _copied(wrapper.module)
         layers = unwrapped(engine.module[0]).decoder.layers
-        synced(manager)
+        synced(engine, reader)
 
 
 # Megatron's own layers under the names of TransformerEngine's: classes, and norms fused into the linear layer after
@@ -471,8 +402,6 @@ def test_names_and_classes_of_transformer_engine_are_read(checkpoint: str, layou
     assert {f"decoder.layers.0.{name}" for name in fused} <= as_transformer_engine(engine)
     disk = on_disk(checkpoint)
     check_same({n: t.to(disk[n].dtype) for n, t in stock_export(engine).items()}, disk)
-    for size in (TINY, LARGE):
-        manager = manager_of(engine, size)
-        got = one_sync(manager)
-        assert type(manager.source).__name__ == "MegatronSource"
-        check_same({n: t.to(disk[n].dtype) for n, t in got.items()}, disk)
+    reader = reader_of(engine)
+    check_same({n: t.to(disk[n].dtype) for n, t in reader.sync().items()}, disk)
+    assert type(reader.source).__name__ == "MegatronSource"

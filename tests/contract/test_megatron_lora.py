@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import zlib
 from typing import Any
 
 import pytest
@@ -12,14 +13,39 @@ from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from transformers import AutoModelForCausalLM
 from worlds import on_ranks
 
-from contract.reading import LARGE, TINY, State
-from contract.sources import StandIn
-from contract.test_megatron import error_of, manager_of, one_sync, synced, syncs_offloaded, trained_steps
+from contract.reading import State
+from contract.sources import StandIn, manager_of
+from contract.test_megatron import check_exports, check_offloaded, error_of, reader_of
 from megatron_cpu.engines import Layout, build, stock_export, train_step
-from megatron_cpu.lora import LORA, with_factors
 from verl_sync_plugin.trainers.base import take_over
 
 pytestmark = pytest.mark.usefixtures("bridge_processes")
+
+LORA: dict[str, Any] = {
+    "type": "lora", "rank": 8, "alpha": 16, "merge": True,
+    "target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], "exclude_modules": [],
+    "dropout": 0.0, "dropout_position": "pre", "lora_A_init_method": "xavier", "lora_B_init_method": "zero",
+    "a2a_experimental": False, "dtype": None, "adapter_path": None, "freeze_vision_model": True,
+    "freeze_vision_projection": True, "freeze_language_model": True, "fully_sharded_loras": False,
+}  # fmt: skip
+
+
+def with_factors(model_path: str, layout: Layout, **lora: Any) -> Any:
+    """An engine whose factors are random; ranks with the same part of one hold the same."""
+    from megatron.core import parallel_state as mpu
+
+    engine = build(model_path, layout, {**LORA, **lora})
+    for number, chunk in enumerate(engine.module):
+        for name, parameter in chunk.named_parameters():
+            if ".adapter." in name:
+                part = mpu.get_tensor_model_parallel_rank()
+                if ".experts." in name:
+                    part = (mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_model_parallel_rank())
+                place = f"{name} {part} {number} {mpu.get_pipeline_model_parallel_rank()}"
+                generator = torch.Generator().manual_seed(zlib.crc32(place.encode()))
+                parameter.data.normal_(std=0.2, generator=generator)
+    engine.optimizer.reload_model_params()
+    return engine
 
 
 LATENT = ["linear_q_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj", "linear_fc1", "linear_fc2"]
@@ -64,18 +90,12 @@ OWN, MORE = {"share_expert_adapters": False}, pytest.mark.extended
 def test_merged_weights_are_those_of_the_bridge(
     checkpoint: str, kind: str, layout: Layout, lora: dict[str, Any]
 ) -> None:
-    """Three syncs with two bucket sizes."""
     engine = with_factors(checkpoint, layout, **lora)
-    base = unmerged(engine)
-    managers = [manager_of(engine, size, "bfloat16", how) for size, how in ((TINY, "staged"), (LARGE, "auto"))]
-    changed: list[str] = []
-    expected: State = {}
-    for step in trained_steps(engine):
-        before = expected
-        for manager in managers:
-            expected = synced(manager, check=check_close)
-        changed = [name for name, tensor in expected.items() if not torch.equal(base[name], tensor)]
-        assert not step or not any(torch.equal(before[name], expected[name]) for name in changed), "nothing was trained"
+    before, base = stock_export(engine), unmerged(engine)
+    changed = [name for name, tensor in before.items() if not torch.equal(base[name], tensor)]
+    check_exports(engine, same=check_close)
+    after = stock_export(engine)
+    assert not any(torch.equal(before[name], after[name]) for name in changed), "nothing was trained"
     if kind == "moonlight":
         kinds = {name.split(".")[-2] for name in changed}
         assert kinds >= {"q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}, kinds
@@ -85,7 +105,7 @@ def test_merged_weights_are_those_of_the_bridge(
 
 @on_ranks(2)
 def test_offloaded_factors_are_read_where_they_are(checkpoint: str, layout: Layout) -> None:
-    syncs_offloaded(with_factors(checkpoint, layout), check_close)
+    check_offloaded(with_factors(checkpoint, layout), check_close)
 
 
 @on_ranks(2)
@@ -95,15 +115,13 @@ def test_adapters_of_another_kind_are_merged_by_the_bridge(checkpoint: str, layo
         checkpoint, layout, type="canonical_lora", target_modules=["linear_q", "linear_k", "linear_v", "linear_proj"]
     )
     take_over(True)
-    manager = manager_of(engine, TINY, "bfloat16")
-    for _ in trained_steps(engine):
-        synced(manager, "StreamSource", check_close)
+    check_exports(engine, "StreamSource", check_close)
 
 
 @on_ranks(2)
 def test_dora_is_refused_by_name(checkpoint: str, layout: Layout) -> None:
-    manager = manager_of(build(checkpoint, layout, {**LORA, "type": "dora"}), LARGE)
-    text = error_of(lambda: one_sync(manager))
+    engine = build(checkpoint, layout, {**LORA, "type": "dora"})
+    text = error_of(lambda: reader_of(engine).sync())
     assert "model.lora.type='dora' with actor_rollout_ref.actor.strategy=megatron" in text
 
 
@@ -127,7 +145,7 @@ def test_served_adapters_make_what_the_bridge_merges(checkpoint: str, layout: La
     engine = with_factors(checkpoint, layout, merge=False)
     take_over(True)
     server = StandIn()  # every rank has one of its own
-    manager = manager_of(engine, LARGE, "float32", server=server)
+    manager = manager_of("megatron", engine, server, wire="float32")
     manager._base_sent = True
     for version in (1, 2, 3):
         asyncio.run(manager.update_weights([], version))

@@ -23,9 +23,9 @@ from verl.workers.engine.spec import BlockPlacement, ShardSpec
 from worlds import on_ranks
 
 from bare_engine import trainer
-from contract.reading import CPU, WAYS, State, check_same, deliver
-from contract.sources import Wanted, same_everywhere
-from verl_sync_plugin.config.settings import SyncConfig
+from contract import sources
+from contract.reading import State, check_syncs
+from contract.sources import same_everywhere
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.script import Given, ScriptTrainer
@@ -34,38 +34,17 @@ from verl_sync_plugin.transport.agreement import Agreement
 Export = Callable[[], Any]
 
 
-def open_source(given: Any) -> ParameterSource:
+def open_source(given: Any) -> Any:
     """The source of what a script trains."""
     live = Given({})
     live.take(given)
-    trainer = ScriptTrainer(live, SyncConfig(), CPU, "bfloat16")
-    trainer.policy.kept = Wanted(r"\.gate\.weight$")
-    return trainer.open_source()
+    return sources.open_source("", live, r"\.gate\.weight$", backend=ScriptTrainer)
 
 
-def of_specs(export: Export) -> ParameterSource:
+def of_specs(export: Export) -> Any:
     """The source of an engine of verl's that exports tensors with ``ShardSpec``."""
     config = SimpleNamespace(strategy="torchtitan")
     return open_source(SimpleNamespace(engine_config=config, get_per_tensor_param_shard=lambda: (export(), None)))
-
-
-def received(source: ParameterSource, agreement: Agreement, bucket_bytes: int, sharded: bool) -> State:
-    assert source.agree_on_layout(agreement) is source
-    shards = source.shards()
-    plan = source.plan(tuple(shard.base for shard in shards), bucket_bytes, sharded)
-    agreement.same_on_all("the plan", plan.digest)
-    got = deliver(source, plan, shards)
-    source.release()
-    return got
-
-
-def check(source: ParameterSource, expected: Callable[[], State], change: Callable[[], None]) -> None:
-    """Three syncs in three ways, with other values each time and one layout."""
-    agreement = Agreement(30.0)
-    for _ in range(3):
-        for bucket_bytes, sharded in WAYS:
-            check_same(received(source, agreement, bucket_bytes, sharded), expected())
-        change()
 
 
 def wire(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -107,7 +86,7 @@ def test_any_placement_arrives_bit_for_bit(size: int, meshes: tuple[tuple[int, .
 
     source = open_source(cut)
     assert type(source).__name__ == "PlacedSource"
-    check(source, lambda: {n: wire(n, t) for n, t in whole.items()}, change)
+    check_syncs(source, lambda: {n: wire(n, t) for n, t in whole.items()}, change)
 
 
 class Block(torch.nn.Module):
@@ -137,7 +116,7 @@ def test_fsdp2_over_tensor_parallelism() -> None:
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
 
-    check(open_source(dict(model.state_dict())), expected, train)
+    check_syncs(open_source(dict(model.state_dict())), expected, train)
 
 
 @on_ranks(4, timeout=120)
@@ -172,7 +151,7 @@ def test_what_verls_engines_export() -> None:
         for tensor in (stack, fused, dense, own, cut.to_local(), rows.to_local()):
             tensor.mul_(2)
 
-    check(of_specs(export), expected, change)
+    check_syncs(of_specs(export), expected, change)
 
 
 @on_ranks(2, timeout=180)
@@ -184,7 +163,7 @@ def test_a_real_engine_of_verl(qwen2: str) -> None:
     def expected() -> State:
         return {name: tensor.bfloat16() for name, tensor in trainer.full_state(engine).items()}
 
-    check(source, expected, lambda: trainer.perturb(engine, 1))
+    check_syncs(source, expected, lambda: trainer.perturb(engine, 1))
 
 
 @on_ranks(2)

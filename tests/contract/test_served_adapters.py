@@ -25,7 +25,7 @@ from verl_sync_plugin.layout.load_map import unwritten
 from verl_sync_plugin.rollouts.sglang.lora import look, served_settings, summary
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_processes")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_processes")]
 
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 NO_TOWER = {"exclude_modules": ".*visual.*"}

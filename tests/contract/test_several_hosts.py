@@ -4,9 +4,9 @@ classes in real receiver sessions. Hosts are names that the tests give to their 
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,48 +18,20 @@ import torch.distributed as dist
 from worlds import on_ranks
 
 from contract import sglang_models as models
-from contract.sources import SourceManager, StandIn, WorldSource, endpoint_of, same_everywhere
-from verl_sync_plugin.config.settings import SyncConfig
+from contract.sources import WorldSource, same_everywhere
+from contract.wire import Wire
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import Base, Plan, Shard, View
 from verl_sync_plugin.report import SyncReport
-from verl_sync_plugin.rollouts.sglang import loader
 from verl_sync_plugin.sync import ways
-from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.sender import SLOTS
 from verl_sync_plugin.trainers.base import dtype_name
-from verl_sync_plugin.transport.channel import connect
-from verl_sync_plugin.transport.protocol import LoadRequest
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_processes"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_processes"), pytest.mark.timeout(300)]
 
-KIND, CPU = "qwen3-moe", torch.device("cpu")
-TIMEOUT = 20.0
-
-
-class Beside(StandIn):
-    """The rollout server of an engine whose rank next to this one is in this process: SGLang's model class in a real
-    receiver session. No rank can call another process's engine here, so every rank has its own loaded."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def load_weights(self, wire: tuple[Any, ...], version: str | None) -> float:
-        request = LoadRequest.from_wire(wire)
-        channel = connect(request.addresses[loader.tensor_parallel_rank()], TIMEOUT, TIMEOUT)
-        try:
-            loader._receive(self.model, channel, request, forget=False)
-        finally:
-            channel.close()
-        return 0.0
-
-
-def engine_of(model: torch.nn.Module, tp: int, restores: bool = False) -> RolloutEndpoint:
-    first = dist.get_rank() // tp * tp
-    return endpoint_of(Beside(model), True, range(first, first + tp), restores)
+KIND = "qwen3-moe"
 
 
 @dataclass(frozen=True)
@@ -89,28 +61,17 @@ class Owned(WorldSource):
         return Shard(Base(name, dtype_name(tensor.dtype), tensor.element_size(), lengths, (view,)), lambda: run)
 
 
-class Member:
+class Member(Wire):
     """One rank of a case."""
 
     def __init__(self, case: Case, config: Any, tp: int) -> None:
-        self.rank, self.model, self.reference = dist.get_rank(), models.build(config), models.build(config)
-        self.source = Owned() if case.joint else WorldSource()
-        settings = SyncConfig(timeout_seconds=TIMEOUT)
-        self.manager = SourceManager(self.source, engine_of(self.model, tp), settings, case.bucket_bytes, CPU)
-        self.version = 0
+        super().__init__(models.build(config), Owned() if case.joint else WorldSource(), case.bucket_bytes, tp)
+        self.rank, self.reference, self.version = dist.get_rank(), models.build(config), 0
 
-    @property
-    def plan(self) -> Plan:
-        assert self.manager.planned is not None
-        return self.manager.planned
-
-    def sync(self) -> SyncReport:
-        """One sync of other weights than before, into memory that holds rubbish."""
+    def next(self) -> SyncReport:
+        """One sync of other weights than before."""
         self.version += 1
-        self.source.weights = models.weights_of(KIND, self.version)
-        models.poison(self.model)
-        asyncio.run(self.manager.update_weights([], self.version))
-        return self.manager.report
+        return self.sync(models.weights_of(KIND, self.version))
 
     def exact(self) -> None:
         """The engine holds what SGLang's own load of the same checkpoint gives."""
@@ -119,7 +80,7 @@ class Member:
 
     def failing(self) -> str:
         try:
-            self.sync()
+            self.next()
         except SyncError as error:
             return str(error)
         raise AssertionError("the sync has not failed")
@@ -142,17 +103,70 @@ def play(folder: Path, tp: int, *cases: Case) -> None:
 
 def story(member: Member, case: Case) -> None:
     """Three syncs, each exact, with the bytes over the network that there have to be; then failures and recoveries."""
-    several = len(set(case.hosts)) > 1
+    several, world = len(set(case.hosts)) > 1, len(case.hosts)
     for _ in range(3):
-        report = member.sync()
+        with noting(member) as events:
+            report = member.next()
         member.exact()
-        assert report.buckets > 3 and report.replayed_tensors > 0, report
+        assert report.buckets > SLOTS and report.replayed_tensors > 0, report
         assert report.delivery == ("broadcast" if several else "staged")
-        assert (report.gathered_bytes > 0) == several and (report.peer_bytes > 0) == (not several), report
+        assert (report.gathered_bytes > 0) == several and (report.peer_bytes > 0) == (world > 1 and not several), report
         alike = sum(case.hosts.count(host) for host in case.hosts)
-        assert member.crossing() == report.nbytes // len(case.hosts) * (len(case.hosts) ** 2 - alike)
+        assert member.crossing() == report.nbytes // world * (world**2 - alike)
+        check_order(events, report, world)
     if case.failing:
         (a_byte_changes_on_the_network if several else out_of_reach)(member)
+
+
+# Delivery packs, sends and loads successive buckets at once: what a rank does with each of them, in its order
+
+Events = list[tuple[str, int]]
+
+
+@contextmanager
+def noting(member: Member) -> Iterator[Events]:
+    manager, events = member.manager, Events()
+
+    def noted(owner: Any, name: str, number: Callable[..., int] = lambda index, *_: index) -> Any:
+        honest = getattr(owner, name)
+
+        def note(*args: Any, **more: Any) -> Any:
+            events.append((name, number(*args)))
+            return honest(*args, **more)
+
+        return mock.patch.object(owner, name, note)
+
+    with ExitStack() as stack:
+        for name in ("pack", "load", "wait_loaded", "drain"):
+            stack.enter_context(noted(manager.sender, name))
+        stack.enter_context(noted(manager.sender, "broadcast", lambda bucket, *_: member.plan.buckets.index(bucket)))
+        packing = re.compile(r"packing bucket (\d+)")
+        settled = lambda what, *_: int(found[1]) - 1 if (found := packing.match(what)) else -1  # noqa: E731
+        stack.enter_context(noted(manager.agreement, "settle", settled))
+        yield events
+
+
+def check_order(events: Events, report: SyncReport, world: int) -> None:
+    """Of every bucket, and that one is packed while an earlier one is loaded. Between them is the one that is being
+    sent, or that waits in its slot."""
+    at = {event: place for place, event in enumerate(events)}
+    sends, count = report.delivery == "broadcast", report.buckets
+    ahead = 2 if sends or world == 1 else 1
+    for index in range(count):
+        packed, read = at["pack", index], at["wait_loaded", index]
+        assert packed < at["settle", index] < at["load", index] < read, "read before it was packed everywhere"
+        if (later := index + SLOTS) < count:
+            assert read < at["pack", later], "overwritten before it was read"
+            if world == 1:  # nobody else reads the slot, so it is filled before the next bucket is loaded
+                assert at["pack", later] < at["load", index + 2]
+            else:
+                assert read < at["settle", index + 2] < at["pack", later], "another rank may still read it"
+        if SLOTS <= index + ahead < count:
+            assert at["load", index] < at["pack", index + ahead] < read, "not at the same time"
+            sent = at["broadcast", index + 1] if sends else 0
+            assert sent < at["load", index]
+            drained = ("drain", (index + 1) % SLOTS)
+            assert not sends or events.index(drained, sent) > at["pack", index + ahead], "not on its way"
 
 
 def a_byte_changes_on_the_network(member: Member) -> None:
@@ -178,7 +192,7 @@ def a_byte_changes_on_the_network(member: Member) -> None:
     text = member.failing()
     sender.broadcast, sender.drain = honest, drained  # type: ignore[method-assign]
     assert "changed on the way to the engine" in same_everywhere(text), text
-    member.sync()
+    member.next()
     member.exact()
 
 
@@ -194,106 +208,24 @@ def out_of_reach(member: Member) -> None:
     sender.close()
     sender.export = elsewhere  # type: ignore[method-assign, assignment]
     for _ in range(2):
-        member.sync()
+        member.next()
         member.exact()
         assert manager.report.delivery == "broadcast"
 
 
-@on_ranks(4, timeout=280)
-def test_four_ranks_on_one_two_and_three_hosts(tmp_path: Path) -> None:
-    """Replicas of two engine ranks: on one host each, or across hosts."""
-    one, two, three = ("a",) * 4, ("a", "a", "b", "b"), ("a", "b", "c", "a")
-    play(tmp_path, 2, Case(one, bucket_bytes=20_000, failing=True), Case(two, joint=True, failing=True), Case(three))
+ONE, TWO, THREE = ("a",) * 4, ("a", "a", "b", "b"), ("a", "b", "c", "a")
 
 
-@on_ranks(2, timeout=280)
-def test_two_ranks_on_two_hosts(tmp_path: Path) -> None:
-    """One engine across them."""
-    play(tmp_path, 2, Case(("a", "b"), failing=True), Case(("a", "b"), joint=True))
-
-
-# Staged delivery packs, sends and loads successive buckets at once: what a rank does with each of them, in its order
-
-BUCKETS, SHAPE = 8, (64, 64)
-# Ranks, bytes of a bucket for one tensor in each, and how far the one being packed is ahead of the one being loaded;
-# between them is the one that is being sent, or that waits in its slot
-DELIVERIES = {"alone": (1, 25_000, 2), "staged": (2, 13_000, 1), "broadcast": (2, 25_000, 2)}
-Events = list[tuple[str, int]]
-
-
-class Model(torch.nn.Module):
-    """Stands for an engine's model; it holds the tensors as they are sent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for number in range(BUCKETS):
-            self.register_parameter(f"w{number}", torch.nn.Parameter(torch.zeros(SHAPE), requires_grad=False))
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in weights:
-            getattr(self, name).copy_(tensor)
-
-
-@pytest.mark.parametrize(("delivery", "world"), [(name, world) for name, (world, *_) in DELIVERIES.items()])
-@on_ranks("world")
-def test_a_bucket_is_packed_while_another_one_is_loaded(delivery: str, world: int) -> None:
-    """In both of two syncs."""
-    rank, model, source = dist.get_rank(), Model(), WorldSource()
-    host = f"host {rank}" if delivery == "broadcast" else "host"
-    loader._sessions.clear()
-    found: list[tuple[str, Events]] = []
-
-    def noted(owner: Any, name: str, number: Callable[..., int] = lambda index, *_: index) -> Any:
-        honest = getattr(owner, name)
-
-        def note(*args: Any, **more: Any) -> Any:
-            found[-1][1].append((name, number(*args)))
-            return honest(*args, **more)
-
-        return mock.patch.object(owner, name, note)
-
-    with (
-        mock.patch.object(loader, "tensor_parallel_rank", lambda: rank),
-        mock.patch.object(ways, "host_name", lambda: host),
-    ):
-        settings = SyncConfig(timeout_seconds=TIMEOUT, delivery="staged")
-        endpoint = engine_of(model, dist.get_world_size())
-        manager = SourceManager(source, endpoint, settings, DELIVERIES[delivery][1], CPU)
-        sender, agreement = manager.sender, manager.agreement
-        for version in range(2):
-            generator = torch.Generator().manual_seed(version)
-            source.weights = [(f"w{i}", torch.randn(SHAPE, generator=generator)) for i in range(BUCKETS)]
-            found.append(("", []))
-            with (
-                noted(sender, "pack"),
-                noted(sender, "load"),
-                noted(sender, "wait_loaded"),
-                noted(sender, "drain"),
-                noted(sender, "broadcast", lambda bucket, *_: manager.planned.buckets.index(bucket)),
-                noted(agreement, "settle", lambda what, *_: int(re.sub(r"\D*(\d*).*", r"\1", what) or 0) - 1),
-            ):
-                asyncio.run(manager.update_weights([], version))
-            assert all(torch.equal(getattr(model, name), tensor) for name, tensor in source.weights)
-            found[-1] = manager.report.delivery, found[-1][1]
-        manager.sender.close()
-        manager.meeting.close()
-    loader._sessions.clear()
-    ahead = DELIVERIES[delivery][2]
-    for said, events in found:
-        assert said == delivery or (delivery, said) == ("alone", "staged")
-        at = {event: place for place, event in enumerate(events)}
-        for index in range(BUCKETS):
-            packed, read = at["pack", index], at["wait_loaded", index]
-            assert packed < at["settle", index] < at["load", index] < read, "read before it was packed everywhere"
-            if SLOTS <= index + ahead < BUCKETS:
-                assert at["load", index] < at["pack", index + ahead] < read, "not at the same time"
-            if (later := index + SLOTS) < BUCKETS:
-                assert read < at["pack", later], "overwritten before it was read"
-                if delivery == "alone":  # nobody else reads the slot, so it is filled before the next bucket is loaded
-                    assert at["pack", later] < at["load", index + 2]
-                else:
-                    assert read < at["settle", index + 2] < at["pack", later], "another rank may still read it"
-            if delivery == "broadcast" and SLOTS <= index + ahead < BUCKETS:
-                sent = at["broadcast", index + 1]
-                assert sent < at["load", index] < at["pack", index + ahead]
-                assert events.index(("drain", (index + 1) % SLOTS), sent) > at["pack", index + ahead], "not on its way"
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        # replicas of two engine ranks: on one host each, or across hosts
+        (4, [Case(ONE, bucket_bytes=20_000, failing=True), Case(TWO, joint=True, failing=True), Case(THREE)]),
+        (2, [Case(("a", "b"), failing=True), Case(("a", "b"), joint=True)]),  # one engine across two hosts
+        (1, [Case(("a",))]),
+    ],
+    ids=["four", "two", "one"],
+)
+@on_ranks("world", timeout=280)
+def test_ranks_on_any_hosts(world: int, cases: list[Case], tmp_path: Path) -> None:
+    play(tmp_path, min(world, 2), *cases)

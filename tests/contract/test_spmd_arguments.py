@@ -17,7 +17,7 @@ from fresh_process import python
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import RolloutError
 from verl_sync_plugin.rollouts import LocalSpec, rollout_of
-from verl_sync_plugin.spmd import SpmdRollout, check_groups, engine_ranks, request_of, settled_config
+from verl_sync_plugin.spmd import SpmdRollout, check_groups, engine_ranks, request_of
 from verl_sync_plugin.trainers.script import Given
 
 
@@ -93,10 +93,6 @@ def test_a_cpu_needs_the_cpu_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     unknown = spec(cuda=True, config={"architectures": ["Gemma2ForCausalLM"]})
     keeps = rollout_of("sglang").prepare_local(unknown).arguments[0]["enable_weights_cpu_backup"]
     assert keeps, "of a family that is not known to be covered a copy is kept"
-
-
-def test_settings_are_a_mapping_or_none() -> None:
-    assert settled_config({"timeout_seconds": 7}).timeout_seconds == 7 and settled_config(None) == SyncConfig()
 
 
 def test_engines_share_neither_ranks_nor_gpus_nor_span_hosts() -> None:

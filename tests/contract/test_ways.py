@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from worlds import on_ranks
 
-from contract.sources import WorldSource, chosen, everyone, shard_of
+from contract.sources import WorldSource, everyone, shard_of
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, Shard, View
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync import ways
 from verl_sync_plugin.sync.sender import BucketSender, slot_limit
-from verl_sync_plugin.sync.ways import Sync, WayRefusedError, Ways, ranks_of
+from verl_sync_plugin.sync.ways import Sync, Way, WayRefusedError, Ways, ranks_of
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed
 
@@ -64,6 +64,11 @@ def test_the_hosts_of_a_group_decide_and_the_log_says_once_how_bytes_travel_and_
             chosen(both, agreement, Sync(plan, source, shards, SyncReport(), ranks_of(source.group, rank)))
     text = said.getvalue()
     assert line in text and text.count("\n") == 1 if rank == 0 else not text, text
+
+
+def chosen(both: Ways, agreement: Agreement, sync: Sync) -> Way:
+    """The way that the ranks vote for."""
+    return both.take(sync, agreement.vote("choosing the way", both.votes(sync)).tolist())
 
 
 def memory_of(shared: bool, folder: Path) -> torch.Tensor:

@@ -1,114 +1,105 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brings checkpoints to one SGLang model the way trainer ranks do: the real packer and unpacker without a channel."""
+"""Syncs weights to SGLang's model classes: a real manager and, in the same process, a real receiver session."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from contract import sglang_models as models
-from contract.sources import shard_of
+from contract.reading import CPU
+from contract.sources import SourceManager, StandIn, WorldSource, endpoint_of
 from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.copies.packing import Packer
-from verl_sync_plugin.engine.load import ModelLoad, refuse_rearranged
-from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.tensors import Plan, Shard
-from verl_sync_plugin.rollouts.sglang.model import SGLangModel
-from verl_sync_plugin.transport.agreement import Agreement
-from verl_sync_plugin.transport.protocol import Committed, Manifest
-from verl_sync_plugin.verify import Comparison, refuse_changed
+from verl_sync_plugin.engine.load import ModelLoad
+from verl_sync_plugin.layout.tensors import Plan
+from verl_sync_plugin.report import SyncReport
+from verl_sync_plugin.rollouts.sglang import loader
+from verl_sync_plugin.sync.endpoint import RolloutEndpoint
+from verl_sync_plugin.transport.channel import connect
+from verl_sync_plugin.transport.protocol import Committed, LoadRequest
+from verl_sync_plugin.verify import refuse_changed
 
-CPU = torch.device("cpu")
+TIMEOUT = 20.0
+
+
+class Beside(StandIn):
+    """The rollout server of an engine whose rank next to this one is in this process. No rank can call another
+    process's engine here, so every rank has its own loaded."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def load_weights(self, wire: tuple[Any, ...], version: str | None) -> float:
+        request = LoadRequest.from_wire(wire)
+        channel = connect(request.addresses[loader.tensor_parallel_rank()], TIMEOUT, TIMEOUT)
+        try:
+            loader._receive(self.model, channel, request, forget=False)
+        finally:
+            channel.close()
+        return 0.0
+
+
+def engine_of(model: torch.nn.Module, tp: int) -> RolloutEndpoint:
+    first = dist.get_rank() // tp * tp
+    return endpoint_of(Beside(model), True, range(first, first + tp), restores=True)
 
 
 class Wire:
-    """Brings checkpoints to one model the way trainer ranks do; a tensor that comes twice is tied and travels once."""
+    """One rank of a trainer, whose source shares the weights out, and the engine rank next to it, one of ``tp``."""
 
     def __init__(
-        self,
-        model: Any,
-        weights: models.Weights,
-        ranks: int,
-        bucket_bytes: int,
-        sharded: bool = False,
-        verified: bool = True,
+        self, model: Any, source: WorldSource | None = None, bucket_bytes: int = 1 << 16, tp: int = 0, **keys: Any
     ) -> None:
-        self.model = model
-        self.verified = verified
-        self._ranks = ranks
-        bases = tuple(shard.base for shard in self._shards(weights, 0))
-        self.plan: Plan = plan_buckets(bases, bucket_bytes, sharded)
-        self._packers = [Packer(CPU, self.plan, rank) for rank in range(ranks)]
-        self._known = SGLangModel(model, dist.get_rank())
-        self.load = ModelLoad(self._known, Manifest.of(self.plan), CPU)
-        self.agreement = Agreement(60.0)
-        self.agreement.ranks.trainers = tuple(range(ranks))  # all of them are on every model rank
-        self.comparison = Comparison(SyncConfig(), self.agreement, range(dist.get_world_size()), True)
+        loader._sessions.pop(id(model), None)  # of a model that is gone
+        self.model, self.source = model, source or WorldSource()
+        endpoint, config = engine_of(model, tp or dist.get_world_size()), SyncConfig(timeout_seconds=TIMEOUT, **keys)
+        self.manager = SourceManager(self.source, endpoint, config, bucket_bytes, CPU)
+        self.comparison = self.manager.comparison
+
+    def sync(self, weights: models.Weights, flip: Callable[[], None] | None = None) -> SyncReport:
+        """Sends ``weights`` into memory that holds rubbish; calls ``flip`` once all of them are loaded."""
+        self.source.weights = weights
+        models.poison(self.model)
+        honest = ModelLoad.finish
+
+        def finish(load: ModelLoad) -> None:
+            honest(load)
+            if flip is not None:
+                flip()
+
+        with mock.patch.object(ModelLoad, "finish", finish):
+            asyncio.run(self.manager.update_weights([], 1))
+        return self.manager.report
+
+    def compare(self) -> None:
+        """Compares what was read, and what the parameters hold now, once more."""
+        agreement, held, weighed = self.manager.agreement, self.load.held(), torch.empty(0)
+        with agreement.attempt():
+            refuse_changed(held.changed)
+            committed = Committed(sums=self.load.sums(), held=held)
+            weighed = self.comparison.weighed(self.manager.sender.sums(self.plan), committed, True)
+        agreement.settle("comparing")
+        self.comparison.compare(weighed)
+
+    @property
+    def load(self) -> ModelLoad:
+        found = loader._sessions[id(self.model)]._load
+        assert found is not None
+        return found
+
+    @property
+    def plan(self) -> Plan:
+        assert self.manager.planned is not None
+        return self.manager.planned
 
     @property
     def left(self) -> dict[str, str]:
         """Lists what the model loads itself, and why."""
         names = sorted(self.plan.names)
         return {names[left.tensor]: left.why for left in self.load.map.left}
-
-    def _shards(self, weights: models.Weights, rank: int) -> list[Shard]:
-        tied: dict[int, tuple[tuple[str, ...], torch.Tensor]] = {}
-        for name, tensor in weights:
-            names, _ = tied.get(id(tensor), ((), tensor))
-            tied[id(tensor)] = (*names, name), tensor
-        return [shard_of(names, tensor, rank, self._ranks) for names, tensor in tied.values()]
-
-    def sync(
-        self,
-        weights: models.Weights,
-        spoil: Callable[[torch.Tensor], None] = lambda memory: None,
-        behind: Callable[[], None] = lambda: None,
-    ) -> int:
-        """Sends ``weights`` into memory that holds rubbish; returns how many tensors were replayed.
-
-        ``spoil`` gets every bucket between its packing and its load. The last argument is called between the last
-        copy and the proof of what the parameters hold.
-        """
-        models.poison(self.model)
-        self._sent = [self._shards(weights, rank) for rank in range(self._ranks)]
-        for packer in self._packers:
-            packer.begin()
-        self.load.begin()
-        if not self.comparison.knows(self.plan) or self.load.map != self.comparison.map:
-            self.comparison.note(self.load.map)
-            self.comparison.learn(self.plan, loaded=False)
-        self._transfer(spoil)
-        replayed = self.load.replayed
-        self.load.finish()
-        refuse_rearranged(self._known, CPU)
-        if not self.comparison.knows(self.plan):
-            self.comparison.learn(self.plan, loaded=True)
-        behind()
-        self.compare()
-        return replayed
-
-    def compare(self) -> None:
-        """Compares what was read, and what the parameters hold, as the trainer ranks do; what was packed counts
-        once."""
-        held = self.load.held() if self.verified else None
-        weighed = torch.empty(0)
-        with self.agreement.attempt():
-            refuse_changed(held.changed if held else ())
-            sent = torch.stack([packer.sums() for packer in self._packers]).sum(0) * (dist.get_rank() == 0)
-            weighed = self.comparison.weighed(sent, Committed(sums=self.load.sums(), held=held), self.verified)
-        self.agreement.settle("verifying")
-        self.comparison.compare(weighed)
-
-    def _transfer(self, spoil: Callable[[torch.Tensor], None]) -> None:
-        slots = [torch.zeros(self.plan.slot_bytes, dtype=torch.uint8)]
-        slots += [slots[0].clone() for _ in range(self._ranks - 1)] if self.plan.sharded else []
-        for index in range(len(self.plan.buckets)):
-            for rank, packer in enumerate(self._packers):
-                packer.pack(index, slots[rank % len(slots)], self._sent[rank])
-            spoil(slots[0])
-            self.load.load(index, slots)
-            for slot in slots:
-                slot.fill_(0xEE)  # used again
