@@ -6,8 +6,6 @@
 ``function`` must be importable from a test module. Every run has a time limit, after which its processes are killed;
 the stacks that they had shortly before are in the test's stderr. The limit begins when all ranks have imported what
 they run: that takes a second or, during a training on two cores, a minute.
-
-Processes are forked from one that has imported what most tests need.
 """
 
 from __future__ import annotations
@@ -19,13 +17,11 @@ import faulthandler
 import functools
 import importlib
 import os
-import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -37,8 +33,6 @@ import unmeasured
 
 IMPORTED = "imported"  # what every rank says before it runs anything
 IMPORT_SECONDS = 300.0
-FORKED = mp.get_context("forkserver")
-FORKED.set_forkserver_preload(["contract.fsdp_models", "bare_engine.trainer", "verl.workers.engine"])
 
 _pool: list[tuple[Any, Connection]] = []
 _kinds = {"pool": "", "wanted": ""}
@@ -92,15 +86,11 @@ def kind(name: str) -> Iterator[None]:
 def _grow(size: int) -> None:
     if _kinds["pool"] != _kinds["wanted"]:
         stop()
-        server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-        # The environment decides what imports do there. A process of torch's may keep the server alive
-        if "megatron" in _kinds.values() and server._forkserver_pid is not None:
-            os.kill(server._forkserver_pid, signal.SIGKILL)
-            server._stop()
         _kinds["pool"] = _kinds["wanted"]
+    context = mp.get_context("spawn")
     while len(_pool) < size:
-        ours, theirs = FORKED.Pipe()
-        process = FORKED.Process(target=_member, args=(theirs,), daemon=True)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_member, args=(theirs,), daemon=True)
         with unmeasured.children():
             process.start()
         theirs.close()
