@@ -5,6 +5,7 @@ names, once the module that it is made to has been imported."""
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -16,8 +17,24 @@ import wrapt
 
 CHANGE = "SYNC_TEST_CHANGE"
 SYNC = 3  # in which a process dies, the one after the second step
-LAST_REPLICA, LAST_RANK = 3, 4  # of a separate rollout next to two trainer ranks, each of which shares its GPU
+LAST_REPLICA, LAST_RANK = 2, 2  # of a separate rollout next to a trainer rank that shares its GPU with replica 0
+DRIFTING_STEP = 4
 HONEST_SYNCS, VICTIM = 3, "model.layers.1.mlp.down_proj.weight"
+
+
+def drifting_trainer(transformer_impl: ModuleType) -> None:
+    """The trainer's weights change before the log-probabilities of the fourth step, as no step of training does."""
+    engine: Any = transformer_impl.FSDPEngine
+    honest = engine.infer_batch
+    steps = itertools.count(1)
+
+    def infer_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if next(steps) == DRIFTING_STEP:
+            for parameter in self.module.parameters():
+                parameter.data.mul_(1.5)
+        return honest(self, *args, **kwargs)
+
+    engine.infer_batch = infer_batch
 
 
 def dying_engine(updates: ModuleType) -> None:
@@ -43,7 +60,7 @@ def dying_replica(manager: ModuleType) -> None:
 
     async def run(self: Any, *args: Any) -> Any:
         ranks = self.agreement.ranks
-        if ranks.size == LAST_RANK and ranks.rank == LAST_RANK - 1:
+        if ranks.size == LAST_RANK + 1 and ranks.rank == LAST_RANK:
             self.syncs = getattr(self, "syncs", 0) + 1
             if self.syncs == SYNC:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -76,23 +93,12 @@ def noting_pauses(updates: ModuleType) -> None:
             stayed = getattr(self, "requests_inside", set()) & set(self.tokenizer_manager.rid_to_state)
             await resume(self)
             if self.separate:
-                say(f"test: {self.pause} by {who}, {len(stayed)} requests stayed")
+                say(f"test: paused by {who}, {len(stayed)} requests stayed")
 
         server.abort_all_requests, server.resume_generation = abort_all_requests, resume_generation
         server.generate = generating
 
     updates.WeightUpdates.__init_subclass__ = classmethod(note)
-
-
-def plain_engine(engine: ModuleType) -> None:
-    """A strategy that no sharding manager of the plugin knows: verl's ``fsdp_turbo``, whose package has no build for
-    the CPU, is its FSDP2 engine."""
-
-    @engine.EngineRegistry.register("language_model", "fsdp_turbo", device="cuda", vendor="nvidia")  # type: ignore[untyped-decorator]
-    class PlainEngine(engine.FSDPEngineWithLMHead):  # type: ignore[misc,name-defined]
-        def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
-            object.__setattr__(engine_config, "strategy", "fsdp2")  # the config is frozen
-            super().__init__(model_config, engine_config, *args, **kwargs)
 
 
 def teacher_sampling(manager: ModuleType) -> None:
@@ -162,10 +168,10 @@ def wrong_shape(fsdp2: ModuleType) -> None:
 
 
 CHANGES: dict[str, dict[str, Callable[[ModuleType], None]]] = {
+    "drifting_trainer": {"verl.workers.engine.fsdp.transformer_impl": drifting_trainer},
     "dying_engine": {"verl_sync_plugin.rollouts.sglang.updates": dying_engine},
     "dying_replica": {"verl_sync_plugin.sync.manager": dying_replica},
     "noting_pauses": {"verl_sync_plugin.rollouts.sglang.updates": noting_pauses},
-    "plain_engine": {"verl.workers.engine": plain_engine},
     "teacher_sampling": {"verl.experimental.teacher_loop.teacher_manager": teacher_sampling},
     "versions": {"verl": say_version, "sglang": say_version},
     "trained_tower": {"verl.workers.engine.fsdp.transformer_impl": watched_tower},

@@ -28,8 +28,6 @@ from faults.cells import GROUP_SECONDS, SLACK_SECONDS, T
 BUCKET_BYTES, GATE_SECONDS = 40_000, 3.0
 ARM = "faults.points.arm_engine"
 SAVED = "saved"  # the weights that a trainer began with
-Told = tuple[str, int | None]
-NEVER_SYNCED: Told = "default", None
 
 
 def rollout_config(delivery: str) -> Any:
@@ -125,9 +123,6 @@ class Trainer:
         assert report.verified_tensors > 0 == report.not_comparable, "the engine's memory is not proven whole"
         return "direct" if report.direct_bytes else "staged"
 
-    def end(self) -> None:
-        """The pipes close with the process."""
-
 
 class Server:
     """The rollout server: its own class on a real engine of two ranks."""
@@ -139,7 +134,6 @@ class Server:
 
         self.bare = BareEngine(model, 2, loaders=(ARM,))
         self._references: dict[str, list[dict[str, torch.Tensor]]] = {}
-        self._told: Told = NEVER_SYNCED
         self.dumps = 0
 
     def learn(self, checkpoints: dict[str, str]) -> None:
@@ -207,14 +201,5 @@ class Server:
         except RuntimeError:
             return "a refusal"
         sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
-        (answer,) = await self.bare.engine.async_generate(input_ids=[PROMPT], sampling_params=sampling)
-        output = await self.server.generate(PROMPT, dict(sampling), f"request-{self.dumps}")
-        self._told = answer["meta_info"]["weight_version"], output.extra_fields["global_steps"]
-        return "an answer"
-
-    def told(self) -> Told:
-        """Returns the weights' version of the last answer, as SGLang gives it to clients and as verl gets it."""
-        return self._told
-
-    def end(self) -> None:
-        """Its world kills it."""
+        output = await self.server.generate(PROMPT, sampling, f"request-{self.dumps}")
+        return "an answer" if output.token_ids else "no tokens"
