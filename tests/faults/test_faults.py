@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from faults.cells import LOADED, SLOW_SECONDS, Cell, matrix
-from faults.processes import SAVED
 from ports import free_port
 from separate.driver import Failure, Member
 
@@ -42,12 +41,10 @@ class World:
     Args:
         model: checkpoint that the trainer begins with.
         folder: to be made.
-        version: of the last sync before, of a run that goes on.
     """
 
-    def __init__(self, model: str, folder: Path, version: int = 0) -> None:
+    def __init__(self, model: str, folder: Path) -> None:
         folder.mkdir()
-        self._model, self._folder = model, folder
         port = free_port()
         ours, theirs = multiprocessing.get_context("spawn").Pipe()
         self.server = Member("faults.processes.Server", model, str(folder), theirs)
@@ -57,13 +54,13 @@ class World:
         ours.close()
         theirs.close()
         self._processes: list[psutil.Process] = []
-        self._version, self._new = version, ""  # of the sync under way
+        self._version, self._new = 0, ""  # of the sync under way
         self.whole = True
         with ExitStack() as failing:
             failing.callback(self.close)
             assert [each.answer() for each in (self.server, *self.trainers)] == ["ready"] * 3
             self._processes = psutil.Process(self.server.process.pid).children(recursive=True)
-            sets = {SAVED: self._model, **{name: self._trainers("save", name)[0] for name in "AB"}}
+            sets = {name: self._trainers("save", name)[0] for name in "AB"}
             assert self.server.ask("learn", sets).answer() is None
             failing.pop_all()
 
@@ -83,28 +80,16 @@ class World:
         for member in (self.server, *self.trainers):
             member.process.join()
 
-    def restarted(self, folder: Path) -> World:
-        """Starts all processes again, once these are closed; the trainer loads the checkpoint of the last weights."""
-        return World(str(self._folder / f"checkpoint-{self._new}"), folder, self._version)
-
-    def first_sync(self) -> None:
-        """That of a run that goes on is exact."""
-        self._begin_run("auto", SAVED)
-        assert self._healthy() == "staged"
-        self._check_synced(SAVED)
-
-    def _begin_run(self, delivery: str, weights: str) -> None:
-        """The next sync is the first that trainer and engine know of."""
-        assert [*self._trainers("begin", delivery), self.server.ask("reset").answer()] == [None] * 3
-        self._trainers("put", weights)
-
     def run(self, cell: Cell) -> None:
-        """Plays a cell and checks all that is promised of it."""
-        self._begin_run("auto" if cell.sync == "direct" else "staged", "A")
+        """Plays a cell, whose first sync is also the first that trainer and engine know of, and checks all that is
+        promised of it."""
+        delivery = "auto" if cell.sync == "direct" else "staged"
+        assert [*self._trainers("begin", delivery), self.server.ask("arm", "", "").answer()] == [None] * 3
+        self._trainers("put", "A")
         ways = [self._healthy() for _ in range(SYNCS_BEFORE[cell.sync])]
         assert ways == ["staged", "direct"][: len(ways)], ways
         old = self.server.ask("holds").answer()
-        assert old in ("A", "B", SAVED), old
+        assert old in ("A", "B"), old
         self._new = "A" if old == "B" else "B"
         self._trainers("put", self._new)
         self._arm(cell)
@@ -212,10 +197,7 @@ class World:
     def _check_next(self) -> None:
         """The next sync is exact, and requests are answered from it."""
         self._healthy()
-        self._check_synced(self._new)
-
-    def _check_synced(self, weights: str) -> None:
-        assert self.server.ask("holds").answer() == weights, "the sync is not exact"
+        assert self.server.ask("holds").answer() == self._new, "the sync is not exact"
         assert self.server.ask("answers").answer() == "an answer"
 
     def _check_restart(self, cell: Cell, text: str) -> None:
@@ -227,31 +209,20 @@ class World:
 
 
 class Worlds:
-    """The world that the last cell left whole, or one that goes on from its checkpoint."""
+    """The world that the last cell left whole, or a new one."""
 
     def __init__(self, model: str, folder: Path) -> None:
         self._model, self._folder, self._numbers = model, folder, itertools.count()
         self._world: World | None = None
 
-    @property
-    def world(self) -> World:
-        """Where the run must be restarted, it is, and its first sync is exact."""
-        last = self._world
-        if last is None or not last.whole:
-            self.close()
-            folder = self._folder / str(next(self._numbers))
-            self._world = last.restarted(folder) if last else World(self._model, folder)
-            if last:
-                self._world.first_sync()
-        assert self._world is not None
-        return self._world
-
     def play(self, cell: Cell) -> None:
-        try:
-            self.world.run(cell)
-        except BaseException:
-            self.close()
-            raise
+        if self._world is None:
+            self._world = World(self._model, self._folder / str(next(self._numbers)))
+        with ExitStack() as ending:
+            ending.callback(self.close)
+            self._world.run(cell)
+            if self._world.whole:
+                ending.pop_all()
 
     def close(self) -> None:
         if self._world is not None:
