@@ -20,6 +20,9 @@ from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.base import take_over
 
 PROMPT = [5, 6, 7, 8, 9, 10]
+# How far log-probabilities may be from transformers': SGLang multiplies latent attention in another order. A wrong
+# rotary embedding is off by up to 0.5
+BOUND = 0.15
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,6 @@ class Setup:
     world: int  # trainer ranks, which is also the engine's tensor-parallel size
     bucket_bytes: int  # small ones make tensors split
     settings: tuple[tuple[str, object], ...] = ()  # for FSDPEngineConfig, or of a Megatron Layout
-    logprob_bound: float = 0.06  # how far the engine's may be from transformers', both computed in bfloat16
 
 
 class Rank:
@@ -78,7 +80,7 @@ class Rank:
         synced = self.engine.state(self.folder / f"{tag}-synced")
         checkpoint = trainer.save(full, self.setup.model_path, self.folder / f"{tag}-checkpoint")
         off = far(self.engine.generate(PROMPT, 4), checkpoint)
-        assert off < self.setup.logprob_bound, off
+        assert off < BOUND, off
         self.engine.load_from_disk(str(checkpoint))
         loaded = self.engine.state(self.folder / f"{tag}-loaded")
         for rank, (ours, theirs) in enumerate(zip(synced, loaded, strict=True)):
