@@ -22,14 +22,19 @@ def model(tiny_model: Callable[[str], str]) -> str:
     return tiny_model("qwen2")
 
 
-@pytest.mark.parametrize("trainer", ["Trainer", pytest.param("FSDP1Trainer", marks=pytest.mark.extended)])
-def test_syncs_are_exact_while_engines_join_leave_fail_and_die(trainer: str, model: str, tmp_path: Path) -> None:
-    with members(model, 3, f"processes.{trainer}") as (driver, rollouts):
+def test_syncs_are_exact_while_engines_join_leave_fail_and_die(model: str, tmp_path: Path) -> None:
+    with members(model, 3) as (driver, rollouts):
         hidden_staging_memory(driver, rollouts[:1], tmp_path)
         parameters_read_in_place(driver, rollouts[1:], tmp_path)
         equal_and_other_weights(driver, rollouts[:2], tmp_path)
         come_and_go(driver, rollouts, tmp_path)
         fail_and_die(driver, rollouts[1:], tmp_path)
+
+
+@pytest.mark.extended
+def test_flat_parameters_are_read_in_place(model: str, tmp_path: Path) -> None:
+    with members(model, 2, "processes.FSDP1Trainer") as (driver, rollouts):
+        parameters_read_in_place(driver, rollouts, tmp_path)
 
 
 def synced(driver: Driver, rollouts: list[Member], version: int, folder: Path) -> list[dict[str, Any]]:
