@@ -9,14 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 
 import unmeasured
 from bare_engine import trainer
 from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.base import take_over
@@ -66,11 +64,6 @@ class Rank:
         if self.engine is not None and not awake:
             self.engine.call(self.engine.release_tags(["kv_cache", "weights"]))
         asyncio.run(self._sync(version, *(([], []) if awake else (["weights"], ["kv_cache"]))))
-
-    def failing(self, version: int) -> str:
-        with pytest.raises(SyncError) as caught:
-            self.sync(version)
-        return str(caught.value)
 
     async def _sync(self, version: int, first: list[str], rest: list[str]) -> None:
         await self.manager.update_weights(first, version)

@@ -49,7 +49,7 @@ class Flips:
         from benchmarks.transfer import make_way
 
         self._bench, self._digests = bench, digests
-        self._way = make_way(variant, bench.server, bench.named, BUCKET_MB, bench.device)
+        self._way = make_way(variant, bench.server, bench.named, BUCKET_MB, DEVICE)
         self._manager, self._direct, self._set = self._way._manager, variant == DIRECT, 0
         for _ in range(4):  # an even number: the next way begins with the same set
             self._exact()
@@ -60,13 +60,9 @@ class Flips:
         self._set = 1 - self._set
         self._manager.cadence._verify = "always"
         self._way.sync()
-        digest = self._digest()
-        assert self._digests.setdefault(self._set, digest) == digest, "the engine holds something else than before"
+        now = digest(self._bench.server)
+        assert self._digests.setdefault(self._set, now) == now, "the engine holds something else than before"
         assert len(set(self._digests.values())) == len(self._digests), "the sets cannot be told apart"
-
-    def _digest(self) -> str:
-        server = self._bench.server
-        return str(digest(server) if self._bench.device == "cuda" else server.tokens())
 
     def found(self, where: str, hashed: bool, verify: str) -> str:
         """The error of a sync in which a bit flips; the next ones are exact."""
@@ -96,7 +92,7 @@ class Flips:
             if index == 1:
                 flipped.append(slot)
                 sender._slot(slot)[7] ^= 2
-                synchronize(self._bench.device)
+                synchronize()
             honest(index, slot)
 
         with mock.patch.object(sender, "load", load):
@@ -121,9 +117,9 @@ class Flips:
     def _flip_trainer(self) -> None:
         import torch
 
-        synchronize(self._bench.device)
+        synchronize()
         dict(self._bench.named)[TENSOR].view(torch.uint8).view(-1)[71] ^= 64
-        synchronize(self._bench.device)
+        synchronize()
 
     def _in_engine(self) -> AbstractContextManager[None]:
         """After the copies of the next sync, by a loader in the engine's own process."""
@@ -142,24 +138,23 @@ class Flips:
         self._way.close()
 
 
-def synchronize(device: str) -> None:
+def synchronize() -> None:
     """Waits for the GPU, so that a flip lies between two steps."""
     import torch
 
-    if device == "cuda":
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
 
 
-def trainer(rank: int, folder: Path, device: str) -> dict[tuple[str, str, bool, str], str]:
+def trainer(rank: int, folder: Path) -> dict[tuple[str, str, bool, str], str]:
     """Returns what was found in every case of ``FOUND_BY``."""
     from benchmarks import transfer
 
     paths = {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")))}
     with transfer.one_rank(folder):
         config = transfer.write_config("small", folder / "small")
-        named = transfer.random_weights("small", device, "bfloat16", folder)
-        server = transfer.Server(config, device, folder / "server.log", variables=paths, loaders=(SPOIL,))
-        bench = transfer.Rig(server, named, device, sum(tensor.nbytes for _, tensor in named))
+        named = transfer.random_weights("small", DEVICE, "bfloat16", folder)
+        server = transfer.Server(config, DEVICE, folder / "server.log", variables=paths, loaders=(SPOIL,))
+        bench = transfer.Rig(server, named, DEVICE, sum(tensor.nbytes for _, tensor in named))
         digests: dict[int, str] = {}
         found = {}
         try:
@@ -175,7 +170,7 @@ def trainer(rank: int, folder: Path, device: str) -> dict[tuple[str, str, bool, 
 
 
 def test_a_flipped_bit_is_found_on_a_gpu(tmp_path: Path) -> None:
-    (found,) = play(1, trainer, tmp_path, DEVICE, seconds=280.0)
+    (found,) = play(1, trainer, tmp_path, seconds=280.0)
     assert isinstance(found, dict), found
     for case, text in FOUND_BY.items():
         assert (text in found[case]) if text else not found[case], (case, found[case])

@@ -531,12 +531,18 @@ def test_a_nan_that_was_packed_is_an_error_though_it_is_gone_again(qwen2: str, t
 
 
 @pytest.mark.parametrize(
-    ("backend", "adapter"), [("nccl", SyncServerAdapter.stock), (SEPARATE_BACKEND, SyncServerAdapter)]
+    ("backend", "enabled", "adapter"),
+    [
+        ("nccl", True, SyncServerAdapter.stock),
+        (SEPARATE_BACKEND, False, SyncServerAdapter.stock),
+        (SEPARATE_BACKEND, True, SyncServerAdapter),
+    ],
 )
-def test_what_verls_checkpoint_engines_move_is_left_to_verls_adapter(
-    backend: str, adapter: type, qwen2: str, monkeypatch: pytest.MonkeyPatch
+def test_what_verl_moves_itself_is_left_to_verls_adapter(
+    backend: str, enabled: bool, adapter: type, qwen2: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("RAY_LOCAL_WORLD_SIZE", "1")
-    config = RolloutConfig(name="sglang", checkpoint_engine=CheckpointEngineConfig(backend=backend), max_model_len=64)
+    engine, custom = CheckpointEngineConfig(backend=backend), {"sync": {"enabled": enabled}}
+    config = RolloutConfig(name="sglang", checkpoint_engine=engine, custom=custom, max_model_len=64)
     assert type(SyncServerAdapter(config, HFModelConfig(path=qwen2), None)) is adapter

@@ -5,6 +5,7 @@ names, once the module that it is made to has been imported."""
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -15,9 +16,24 @@ from typing import Any
 import wrapt
 
 CHANGE = "SYNC_TEST_CHANGE"
-SYNC = 3  # in which a process dies, the one after the second step
-LAST_REPLICA, LAST_RANK = 3, 4  # of a separate rollout next to two trainer ranks, each of which shares its GPU
+DYING_REPLICA, DYING_SYNC = 2, 3  # of the last replica of two of a separate rollout, after the second step
+DRIFTING_STEP = 4
 HONEST_SYNCS, VICTIM = 3, "model.layers.1.mlp.down_proj.weight"
+
+
+def drifting_trainer(transformer_impl: ModuleType) -> None:
+    """The trainer's weights change before the log-probabilities of the fourth step, as no step of training does."""
+    engine: Any = transformer_impl.FSDPEngine
+    honest = engine.infer_batch
+    steps = itertools.count(1)
+
+    def infer_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if next(steps) == DRIFTING_STEP:
+            for parameter in self.module.parameters():
+                parameter.data.mul_(1.5)
+        return honest(self, *args, **kwargs)
+
+    engine.infer_batch = infer_batch
 
 
 def dying_engine(updates: ModuleType) -> None:
@@ -28,28 +44,13 @@ def dying_engine(updates: ModuleType) -> None:
 
     async def load_weights(self: Any, *args: Any) -> Any:
         self.loads_begun = getattr(self, "loads_begun", 0) + 1
-        if self.replica_rank == LAST_REPLICA and self.loads_begun == SYNC:
+        if self.replica_rank == DYING_REPLICA and self.loads_begun == DYING_SYNC:
             named = {process.pid: psutil.Process(process.pid).name() for process in self._processes}
             (scheduler,) = (pid for pid, name in named.items() if "scheduler" in name)
             os.kill(scheduler, signal.SIGKILL)
         return await honest(self, *args)
 
     updates.WeightUpdates.load_weights = load_weights
-
-
-def dying_replica(manager: ModuleType) -> None:
-    """One rollout rank of a separate rollout dies in the middle of a sync."""
-    commit = manager.ShardingManager._commit
-
-    async def run(self: Any, *args: Any) -> Any:
-        ranks = self.agreement.ranks
-        if ranks.size == LAST_RANK and ranks.rank == LAST_RANK - 1:
-            self.syncs = getattr(self, "syncs", 0) + 1
-            if self.syncs == SYNC:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return await commit(self, *args)
-
-    manager.ShardingManager._commit = run
 
 
 def noting_pauses(updates: ModuleType) -> None:
@@ -76,23 +77,12 @@ def noting_pauses(updates: ModuleType) -> None:
             stayed = getattr(self, "requests_inside", set()) & set(self.tokenizer_manager.rid_to_state)
             await resume(self)
             if self.separate:
-                say(f"test: {self.pause} by {who}, {len(stayed)} requests stayed")
+                say(f"test: paused by {who}, {len(stayed)} requests stayed")
 
         server.abort_all_requests, server.resume_generation = abort_all_requests, resume_generation
         server.generate = generating
 
     updates.WeightUpdates.__init_subclass__ = classmethod(note)
-
-
-def plain_engine(engine: ModuleType) -> None:
-    """A strategy that no sharding manager of the plugin knows: verl's ``fsdp_turbo``, whose package has no build for
-    the CPU, is its FSDP2 engine."""
-
-    @engine.EngineRegistry.register("language_model", "fsdp_turbo", device="cuda", vendor="nvidia")  # type: ignore[untyped-decorator]
-    class PlainEngine(engine.FSDPEngineWithLMHead):  # type: ignore[misc,name-defined]
-        def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
-            object.__setattr__(engine_config, "strategy", "fsdp2")  # the config is frozen
-            super().__init__(model_config, engine_config, *args, **kwargs)
 
 
 def teacher_sampling(manager: ModuleType) -> None:
@@ -162,10 +152,9 @@ def wrong_shape(fsdp2: ModuleType) -> None:
 
 
 CHANGES: dict[str, dict[str, Callable[[ModuleType], None]]] = {
+    "drifting_trainer": {"verl.workers.engine.fsdp.transformer_impl": drifting_trainer},
     "dying_engine": {"verl_sync_plugin.rollouts.sglang.updates": dying_engine},
-    "dying_replica": {"verl_sync_plugin.sync.manager": dying_replica},
     "noting_pauses": {"verl_sync_plugin.rollouts.sglang.updates": noting_pauses},
-    "plain_engine": {"verl.workers.engine": plain_engine},
     "teacher_sampling": {"verl.experimental.teacher_loop.teacher_manager": teacher_sampling},
     "versions": {"verl": say_version, "sglang": say_version},
     "trained_tower": {"verl.workers.engine.fsdp.transformer_impl": watched_tower},

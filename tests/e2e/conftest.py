@@ -8,19 +8,22 @@ from pathlib import Path
 import pytest
 
 import tiny_models
-
-# A layer's feed-forward matrices take 1028 KiB each, more than the smallest bucket, and the vocabulary is an odd
-# number of rows: with two ranks the tensors are cut unevenly
-LARGER = {"intermediate_size": 8224, "vocab_size": 331}
+from e2e.runs import ROLLOUT, Run, Setup, main_ppo
 
 
 @pytest.fixture(scope="session")
 def larger_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with tensors larger than 1 MiB."""
-    return tiny_models.write("qwen2", tmp_path_factory.mktemp("models") / "larger", **LARGER)
+    """A layer's feed-forward matrices take 1028 KiB each, more than the smallest bucket, and the vocabulary is an odd
+    number of rows: with two ranks the tensors are cut unevenly."""
+    larger = {"intermediate_size": 8224, "vocab_size": 331}
+    return tiny_models.write("qwen2", tmp_path_factory.mktemp("models") / "larger", **larger)
 
 
 @pytest.fixture(scope="session")
-def even_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with a vocabulary that two tensor-parallel ranks can share evenly, as Megatron insists."""
-    return tiny_models.write("qwen2", tmp_path_factory.mktemp("models") / "even", **(LARGER | {"vocab_size": 332}))
+def drifted(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Three steps, so four syncs, of the model that the quickstart makes for itself; before the fourth step is judged,
+    the trainer's weights change otherwise than by training."""
+    guarded = f"{ROLLOUT}.custom.sync.max_probs_diff=0.001"
+    path = (str(Path(__file__).parent / "counting"),)
+    setup = Setup((guarded,), ranks=2, replicas=2, steps=4, change="drifting_trainer", path=path)
+    return main_ppo(setup, tmp_path_factory.mktemp("drifted"))

@@ -35,8 +35,6 @@ SMALL_BUCKETS = f"{ROLLOUT}.update_weights_bucket_megabytes=1"
 SHORT_WAIT = f"{ROLLOUT}.custom.sync.timeout_seconds=90"
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_STEP = re.compile(r"(?:^|\s)step:(\d+) - (.*)$")
-_NUMPY = re.compile(r"^np\.\w+\((.*)\)$")
 
 
 @dataclass(frozen=True)
@@ -66,9 +64,9 @@ class Line:
 class Run:
     """A run that has ended."""
 
-    returncode: int  # of run.sh, so of main_ppo, unless a step is missing
+    folder: Path
+    returncode: int  # of run.sh, so of main_ppo, unless a step is missing or it had to be killed
     seconds: float
-    timed_out: bool  # it had to be killed
     lines: tuple[Line, ...]  # stdout and stderr of the driver; Ray forwards those of all workers
     logged: dict[int, dict[str, Any]]  # metrics by step, from verl's file logger
     reports: tuple[dict[str, Any], ...]  # the lines of VERL_SYNC_REPORT_FILE
@@ -83,24 +81,9 @@ class Run:
         """The end of the output, for the message of a failed assertion."""
         return self.text[-6000:]
 
-    @cached_property
-    def printed(self) -> dict[int, dict[str, float]]:
-        """Metrics by step, from verl's console logger."""
-        found = (_STEP.search(line.text) for line in self.lines)
-        return {int(match[1]): _numbers(match[2]) for match in found if match}
-
     def matching(self, pattern: str) -> list[Line]:
         """The lines in which a regular expression is found."""
         return [line for line in self.lines if re.search(pattern, line.text)]
-
-
-def _numbers(pairs: str) -> dict[str, float]:
-    """``a/b:1 - c:np.float64(2.0)`` as a dict."""
-    found = {}
-    for pair in pairs.split(" - "):
-        key, _, value = pair.rpartition(":")
-        found[key] = float(_NUMPY.sub(r"\1", value.strip()))
-    return found
 
 
 def main_ppo(setup: Setup, folder: Path) -> Run:
@@ -124,13 +107,7 @@ def _run(setup: Setup, folder: Path) -> Run:
     process = subprocess.Popen(
         command, env=_environment(setup, folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    late = threading.Event()
-
-    def stop() -> None:
-        late.set()
-        _end(_members(folder))
-
-    timer = threading.Timer(TIMEOUT_SECONDS, stop)
+    timer = threading.Timer(TIMEOUT_SECONDS, lambda: _end(_members(folder)))
     timer.start()
     try:
         assert process.stdout is not None
@@ -142,7 +119,7 @@ def _run(setup: Setup, folder: Path) -> Run:
         leftovers = _end(_outliving(folder))
     logged = {entry["step"]: entry["data"] for entry in _json_lines(folder / "metrics.jsonl")}
     reports = tuple(_json_lines(folder / "reports.jsonl"))
-    return Run(returncode, seconds, late.is_set(), lines, logged, reports, leftovers)
+    return Run(folder, returncode, seconds, lines, logged, reports, leftovers)
 
 
 def _environment(setup: Setup, folder: Path) -> dict[str, str]:

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA in verl's own ``main_ppo``: merged on the way to the engine, or served by the engine as an adapter.
 
-``make test`` has the merged run of FSDP2, and one in which the engine serves Megatron's adapter.
+``make test`` has a run in which the engine serves Megatron's adapter. What merging gives is in ``contract`` and
+``separate``.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import tiny_models
 from e2e import checks
 from e2e.runs import DUMMY, MODEL, ROLLOUT, SHORT_WAIT, SMALL_BUCKETS, Setup, main_ppo
 
@@ -28,28 +26,17 @@ MERGED = (
 SERVED = (f"{MODEL}.lora.merge=False", f"+{ROLLOUT}.engine_kwargs.sglang.lora_backend=torch_native")
 MEGATRON = "MegatronSGLangShardingManager"
 TENSOR_PARALLEL = (2, 1, 1)
-END_TOKENS = [1, *range(200, 240)]
 
 
-def stopping_model(folder: Path) -> Path:
-    """Ties embedding and head, and ends its responses anywhere."""
-    file = tiny_models.write("qwen2-tied", folder) / "generation_config.json"
-    config = json.loads(file.read_text())
-    config.pop("_from_model_config", None)
-    file.write_text(json.dumps({**config, "eos_token_id": END_TOKENS}))
-    return folder
-
-
-def test_a_merged_run(tmp_path: Path) -> None:
+@pytest.mark.extended
+def test_a_merged_run(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
     """DoRA on projections and on the tied embedding; two ranks, three steps, so four syncs."""
     overrides = (
         *(*COMMON, *MERGED),
         f"{MODEL}.lora.type=dora",
         f"{MODEL}.lora.target_modules=[q_proj,v_proj,down_proj,embed_tokens]",
     )
-    model, run = stopping_model(tmp_path / "model"), tmp_path / "run"
-    run.mkdir()
-    merged = main_ppo(Setup(overrides, 2, 3, model), run)
+    merged = main_ppo(Setup(overrides, 2, 3, Path(tiny_model("qwen2-tied"))), tmp_path)
     checks.reached(merged, steps=3)
     checks.reported(merged, steps=3)
     assert merged.matching("embedding and head untied"), merged.tail
@@ -58,13 +45,8 @@ def test_a_merged_run(tmp_path: Path) -> None:
     checks.same_weights(merged)
     # The reference is the same model without its adapter, so this is how far unmerged weights would be off
     assert all(merged.logged[step]["actor/kl_loss"] > 0.1 for step in (2, 3)), merged.logged
-    # Prompts are padded on the left, responses on the right; before the first update all three models are the same
-    first: dict[str, Any] = merged.logged[1]
-    assert first["prompt_length/min"] < first["prompt_length/max"]
-    assert first["response_length/min"] < first["response_length/max"]
-    assert abs(first["actor/kl_loss"]) < 1e-6, "reference and current policy"
+    assert abs(merged.logged[1]["actor/kl_loss"]) < 1e-6, "reference and current policy, before the first update"
     assert all(abs(metrics["actor/ppo_kl"]) < 1e-6 for metrics in merged.logged.values()), "old and current policy"
-    assert all(metrics["actor/pg_clipfrac"] == 0 for metrics in merged.logged.values())
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("fsdp2", marks=pytest.mark.extended), "megatron"])
@@ -89,15 +71,3 @@ def test_the_base_of_a_served_adapter_travels_once(
     assert all(report["buckets"] == 0 and report["tensors"] > 0 for report in later), later
     assert megatron or all(report["tensors"] == factors for report in later), later
     assert all(report["nbytes"] < first["nbytes"] / 3 for report in later)
-
-
-@pytest.mark.extended
-def test_a_megatron_run_merges_on_local_parts(even_model: Path, tmp_path: Path) -> None:
-    """The reference is the model without its adapter."""
-    setup = Setup((*COMMON, *MERGED), 2, 2, even_model, megatron=TENSOR_PARALLEL)
-    merged = main_ppo(setup, tmp_path)
-    checks.reached(merged, steps=2)
-    checks.reported(merged, steps=2, manager=MEGATRON)
-    checks.same_weights(merged)
-    assert merged.logged[2]["actor/kl_loss"] > 0.01, "the adapter has not moved the model"
-    assert not merged.matching("own weight stream"), merged.tail

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``main_ppo`` otherwise than most: other trainers, families and layouts, an older verl, engines that never sleep or
-that nobody trains, and runs that the plugin leaves to stock verl.
+"""``main_ppo`` otherwise than most: other trainers, families and layouts, an older verl, fp8, engines that never sleep
+or that nobody trains.
 
 All of it in ``make test-all``. ``make test`` has what each shows in the contract tests and in ``tests/bare_engine``.
 """
@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from safetensors import safe_open
 
 import tiny_models
 from e2e import checks
-from e2e.runs import DUMMY, MODEL, ROLLOUT, SHORT_WAIT, SMALL_BUCKETS, Run, Setup, main_ppo
+from e2e.runs import DUMMY, MODEL, ROLLOUT, SMALL_BUCKETS, Run, Setup, main_ppo
 from fresh_process import folder_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1000)]
@@ -84,69 +83,40 @@ def test_engines_that_keep_their_memory_are_synced_once_a_step(tiny_model: Tiny,
         assert run.logged[step]["sync/bytes"] == sum(both)
 
 
-class Family(NamedTuple):
-    """One whose sync is not that of Qwen2."""
+class Case(NamedTuple):
+    """A trainer, and a family whose sync is not that of Qwen2."""
 
     kind: str  # as make_model.py names it
     model: str  # SGLang's class for it
     ranks: int  # of the trainer, and tensor-parallel ones of the engine
-    overrides: tuple[str, ...]
-    left: int  # tensors that the model loads itself
-    missing: int  # parameters and buffers that no sync writes
+    overrides: tuple[str, ...] = (DUMMY,)
+    megatron: tuple[int, int, int] | None = None  # tensor, pipeline and expert parallel size; FSDP2 without
+    left: int = 0  # tensors that the model loads itself
+    missing: int = 0  # parameters and buffers that no sync writes
 
 
 # Only eager attention caps its logits in the trainer. A buffer that is in no checkpoint forbids random weights, so
 # it is the second step that shows a sync: the checkpoint's weights are stale by then
 EAGER = (f"{MODEL}.override_config.attn_implementation=eager",)
-FAMILIES = (
-    Family("mixtral", "MixtralForCausalLM", 2, (DUMMY,), left=0, missing=0),
-    Family("gemma2", "Gemma2ForCausalLM", 1, EAGER, left=9, missing=1),
-)
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.kind)
-def test_the_syncs_of_a_family_are_what_the_table_says(family: Family, tiny_model: Tiny, tmp_path: Path) -> None:
-    model = Path(tiny_model(family.kind))
-    trained = main_ppo(Setup((SMALL_BUCKETS, *family.overrides), family.ranks, steps=2, model=model), tmp_path)
-    checks.whole(trained, 2, family.ranks, model=family.model, backup="on")
-    for report in trained.reports:
-        assert report["hashed_tensors"] == report["tensors"], report
-        assert report["coverage_missing"] == family.missing, report
-    last = trained.reports[-1]
-    assert last["tensors"] - last["replayed_tensors"] == family.left, last
-
-
-class Layout(NamedTuple):
-    """One way to train with Megatron."""
-
-    sizes: tuple[int, int, int]  # tensor, pipeline and expert parallel size
-    kind: str = "qwen2"
-    model: str = "Qwen2ForCausalLM"  # SGLang's class for it
-    parameters: int = 17  # as many as SGLang has
-    padded: float = 1.05  # how often the model's bytes may travel: all segments of a bucket are as long as the longest
-
-
-LAYOUTS = {
-    "ep2": Layout((1, 1, 2), "qwen3-moe", "Qwen3MoeForCausalLM", 21, 1.15),
-    "tp2": Layout((2, 1, 1)),
-    "pp2": Layout((1, 2, 1)),
+CASES = {
+    "mixtral": Case("mixtral", "MixtralForCausalLM", 2),
+    "gemma2": Case("gemma2", "Gemma2ForCausalLM", 1, EAGER, left=9, missing=1),
+    "megatron-ep2": Case("qwen3-moe", "Qwen3MoeForCausalLM", 2, megatron=(1, 1, 2)),
+    "megatron-pp2": Case("qwen2", "Qwen2ForCausalLM", 2, megatron=(1, 2, 1)),
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
-def test_megatron_trains_and_the_engine_has_the_weights_of_every_step(
-    layout: Layout, even_model: Path, tiny_model: Tiny, tmp_path: Path
-) -> None:
-    model = even_model if layout.kind == "qwen2" else Path(tiny_model(layout.kind))
-    overrides = (DUMMY, SMALL_BUCKETS, SHORT_WAIT)
-    trained = main_ppo(Setup(overrides, ranks=2, steps=2, model=model, megatron=layout.sizes), tmp_path)
-    checks.whole(trained, 2, 2, "MegatronSGLangShardingManager", model=layout.model)
-    with safe_open(model / "model.safetensors", "pt") as checkpoint:
-        sizes = {name: checkpoint.get_tensor(name).nbytes for name in checkpoint.keys()}  # noqa: SIM118
-    for report in trained.reports:
-        assert report["tensors"] == len(sizes)
-        assert sum(sizes.values()) <= report["nbytes"] <= layout.padded * sum(sizes.values())
-        assert report["coverage_expected"] == layout.parameters and report["coverage_missing"] == 0
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_the_engine_has_the_weights_of_every_step(case: Case, tiny_model: Tiny, tmp_path: Path) -> None:
+    model = Path(tiny_model(case.kind))
+    setup = Setup((*case.overrides, SMALL_BUCKETS), case.ranks, steps=2, model=model, megatron=case.megatron)
+    trained = main_ppo(setup, tmp_path)
+    manager = "MegatronSGLangShardingManager" if case.megatron else "FSDP2SGLangShardingManager"
+    backup = "off" if case.megatron else "on"  # of a family that is not known to be covered a copy is kept
+    checks.whole(trained, 2, case.ranks, manager, model=case.model, backup=backup)
+    assert all(report["coverage_missing"] == case.missing for report in trained.reports), trained.reports
+    last = trained.reports[-1]
+    assert last["tensors"] - last["replayed_tensors"] == case.left, last
 
 
 VERL = "0.9.0"
@@ -215,27 +185,6 @@ def test_a_teacher_and_a_reward_model_run_next_to_a_synced_actor(larger_model: P
     checks.plugin_ran(run, ranks=1)
     assert "actor/distillation/loss" in " ".join(run.logged[1]), run.logged[1]
     assert (servers(run, "SyncSGLangHttpServer"), servers(run, "SGLangHttpServer")) == (1, 2), run.tail
-
-
-# The quickstart gives this key of the plugin, and load_format=auto
-AS_STOCK = (f"{ROLLOUT}.update_weights_bucket_megabytes=null", DUMMY)
-
-
-def stock_ran(run: Run, cause: str) -> None:
-    """verl's own code moved the weights in every process, and the driver said why."""
-    checks.reached(run, steps=1)
-    said = run.matching(rf"driver: weight sync NOT IN USE, stock verl moves the weights\. .*{cause}")
-    assert len(said) == 1, run.tail
-    assert run.matching(r"\(SGLangHttpServer pid=\d+\)") and not run.reports
-    for ours in ("SyncSGLangHttpServer", "is ours", "loader active", checks.OUR_WORKER, "sharding manager FSDP"):
-        assert ours not in run.text, ours
-
-
-def test_a_strategy_that_no_sharding_manager_knows_is_left_to_stock_verl(tmp_path: Path) -> None:
-    overrides = ("actor_rollout_ref.actor.strategy=fsdp_turbo", *AS_STOCK)
-    run = main_ppo(Setup(overrides, change="plain_engine"), tmp_path)
-    stock_ran(run, r"actor\.strategy=fsdp_turbo")
-    checks.same_weights(run)
 
 
 def test_a_rollout_in_fp8(tmp_path: Path) -> None:

@@ -7,12 +7,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from e2e import checks
-from e2e.runs import Setup, main_ppo
+from e2e.runs import Run
 from pages import DOCS, check
 from verl_sync_plugin.transport.channel import MESSAGES
 
@@ -24,14 +23,12 @@ MOST_ROUNDS = {3: 8, 4: 6}  # collectives of a trainer rank
 MOST_KINDS = 7  # of messages between trainer and engine, that of a failure among them
 
 
-def test_few_files_rounds_and_messages_make_a_sync(tmp_path: Path) -> None:
+def test_few_files_rounds_and_messages_make_a_sync(drifted: Run) -> None:
     """FSDP2 on two ranks, an engine for each, parameters read where they lie."""
-    setup = Setup(ranks=2, replicas=2, steps=3, path=(str(Path(__file__).parent / "counting"),))
-    run = main_ppo(setup, tmp_path)
-    checks.reached(run, steps=3)
-    checks.same_weights(run)
-    assert all(report["direct_bytes"] > 0 for report in run.reports if report["global_steps"] >= 2), run.reports
-    counted = [json.loads(line) for line in (tmp_path / "counted.jsonl").read_text().splitlines()]
+    checks.ended(drifted, steps=3)
+    checks.same_weights(drifted)
+    assert all(report["direct_bytes"] > 0 for report in drifted.reports if report["global_steps"] >= 2), drifted.reports
+    counted = [json.loads(line) for line in (drifted.folder / "counted.jsonl").read_text().splitlines()]
     assert len(MESSAGES) <= MOST_KINDS, MESSAGES
     for sync in (3, 4):
         entries = [entry for entry in counted if entry["sync"] == sync]

@@ -27,9 +27,6 @@ from faults.cells import GROUP_SECONDS, SLACK_SECONDS, T
 
 BUCKET_BYTES, GATE_SECONDS = 40_000, 3.0
 ARM = "faults.points.arm_engine"
-SAVED = "saved"  # the weights that a trainer began with
-Told = tuple[str, int | None]
-NEVER_SYNCED: Told = "default", None
 
 
 def rollout_config(delivery: str) -> Any:
@@ -47,7 +44,7 @@ def rollout_config(delivery: str) -> Any:
 
 
 class Trainer:
-    """A trainer rank. Its weights are one of two sets, "A" and "B", or those of its checkpoint."""
+    """A trainer rank. Its weights are one of two sets, "A" and "B"."""
 
     def __init__(self, rank: int, port: int, model: str, folder: str, server: Connection | None) -> None:
         os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
@@ -55,7 +52,7 @@ class Trainer:
         dist.init_process_group("cpu:gloo", rank=rank, world_size=2, timeout=timedelta(seconds=GROUP_SECONDS))
         self.trainer, self.model, self.folder = trainer.build(model, "fsdp2"), model, Path(folder)
         trainer.share(self.trainer, self.folder)
-        self._states = {SAVED: trainer.local_state(self.trainer)}
+        self._states: dict[str, list[torch.Tensor]] = {}
         for seed, name in enumerate("AB"):
             trainer.perturb(self.trainer, seed, 0.005)
             self._states[name] = trainer.local_state(self.trainer)
@@ -125,9 +122,6 @@ class Trainer:
         assert report.verified_tensors > 0 == report.not_comparable, "the engine's memory is not proven whole"
         return "direct" if report.direct_bytes else "staged"
 
-    def end(self) -> None:
-        """The pipes close with the process."""
-
 
 class Server:
     """The rollout server: its own class on a real engine of two ranks."""
@@ -139,7 +133,6 @@ class Server:
 
         self.bare = BareEngine(model, 2, loaders=(ARM,))
         self._references: dict[str, list[dict[str, torch.Tensor]]] = {}
-        self._told: Told = NEVER_SYNCED
         self.dumps = 0
 
     def learn(self, checkpoints: dict[str, str]) -> None:
@@ -172,12 +165,8 @@ class Server:
         """verl's call before the trainer works."""
         self.bare.call(self.server.sleep())
 
-    def reset(self) -> None:
-        """The next sync is the first that the engine knows of."""
-        self.arm("", "")
-
     def arm(self, stage: str, kind: str) -> None:
-        """Arms the engine."""
+        """Arms the engine; without a stage, it forgets every sync before."""
         self.bare.call(self.bare.ask_loader(ARM, json.dumps([stage, kind])))
 
     def arm_server(self, stage: str, kind: str) -> None:
@@ -207,14 +196,5 @@ class Server:
         except RuntimeError:
             return "a refusal"
         sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
-        (answer,) = await self.bare.engine.async_generate(input_ids=[PROMPT], sampling_params=sampling)
-        output = await self.server.generate(PROMPT, dict(sampling), f"request-{self.dumps}")
-        self._told = answer["meta_info"]["weight_version"], output.extra_fields["global_steps"]
-        return "an answer"
-
-    def told(self) -> Told:
-        """Returns the weights' version of the last answer, as SGLang gives it to clients and as verl gets it."""
-        return self._told
-
-    def end(self) -> None:
-        """Its world kills it."""
+        output = await self.server.generate(PROMPT, sampling, f"request-{self.dumps}")
+        return "an answer" if output.token_ids else "no tokens"

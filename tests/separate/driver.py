@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -119,14 +119,12 @@ def members(
     model: str,
     rollouts: int,
     trainer: str = "processes.Trainer",
-    environment: AbstractContextManager[None] | None = None,
     rollout: str = "rollouts.Rollout",
     tp: int = 1,
 ) -> Iterator[tuple[Driver, list[Member]]]:
-    """Two trainer ranks, started in an environment of their own, and all ranks of rollouts; kinds by their names."""
+    """Two trainer ranks and all ranks of rollouts; kinds by their names."""
     port = free_port()
-    with environment or nullcontext():
-        trainers = [Member(f"separate.{trainer}", rank, 2, port, model) for rank in range(2)]
+    trainers = [Member(f"separate.{trainer}", rank, 2, port, model) for rank in range(2)]
     ports = [free_port() for _ in range(rollouts)]
     engines = [Member(f"separate.{rollout}", port, model, rank, tp) for port in ports for rank in range(tp)]
     try:

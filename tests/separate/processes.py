@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -30,24 +30,14 @@ class Host:
         os.environ.update(MASTER_PORT=str(port), SGLANG_CPU_OMP_THREADS_BIND="|".join(map(str, range(world))))
         dist.init_process_group("cpu:gloo", rank=rank, world_size=world)
         from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
-        from verl_sync_plugin.sync.membership import JointRanks
 
         sync = {"timeout_seconds": TIMEOUT}
         self.engine: Any = SyncCheckpointEngine(BUCKET_BYTES, is_master, sync=sync, rollout="sglang")
-        self._came: Counter[int] = Counter()
-        honest = JointRanks.broadcast
-
-        def counting(ranks: JointRanks, memory: torch.Tensor, root: int) -> dist.Work:
-            self._came[root] += memory.nbytes * (root != ranks.rank)
-            return honest(ranks, memory, root)
-
-        JointRanks.broadcast = counting  # type: ignore[method-assign]
 
     def prepare(self) -> Any:
         return self.engine.prepare()
 
     def join(self, rank: int, members: Any) -> None:
-        self._came.clear()
         self.engine.init_process_group(rank, members)
 
     def place(self, host: str) -> None:
@@ -55,10 +45,6 @@ class Host:
         from verl_sync_plugin.sync import ways
 
         ways.host_name = lambda: host
-
-    def came(self) -> tuple[dict[int, int], dict[str, Any]]:
-        """Returns the bytes that were broadcast to this rank since the group began, by sender, and the last report."""
-        return dict(+self._came), self.report()
 
     def report(self) -> dict[str, Any]:
         report: dict[str, Any] = self.manager().report.as_dict()
@@ -91,11 +77,8 @@ class Trainer(Host):
 
     def __init__(self, rank: int, world: int, port: int, model: str) -> None:
         super().__init__(rank, world, port, is_master=rank == 0)
-        self.trainer: Any = self._build(model)
+        self.trainer: Any = trainer.build(model, self.strategy, self.lora)
         self.model = model
-
-    def _build(self, model: str) -> object:
-        return trainer.build(model, self.strategy, self.lora)
 
     def sync(self, version: int) -> dict[str, Any]:
         """Sends; returns the report."""
@@ -112,8 +95,8 @@ class Trainer(Host):
     def share(self, folder: Path) -> None:
         trainer.share(self.trainer, folder)
 
-    def hide_staging(self) -> None:
-        """From now on no engine rank can open this rank's slots."""
+    def hide_staging(self, hidden: bool) -> None:
+        """No engine rank can open this rank's slots while they are hidden."""
         from verl_sync_plugin.sync.sender import BucketSender
 
         honest = BucketSender.export
@@ -122,7 +105,11 @@ class Trainer(Host):
             there = honest(sender, reader)
             return replace(there, key=f"gone: {there.key}", handle=("/nowhere/at/all",))
 
-        BucketSender.export = elsewhere  # type: ignore[method-assign]
+        if hidden:
+            self._hidden = mock.patch.object(BucketSender, "export", elsewhere)
+            self._hidden.start()
+        else:
+            self._hidden.stop()
 
     def save(self, folder: Path) -> None:
         """Writes the trainer's weights as a checkpoint; collective over the trainer's ranks."""
@@ -169,30 +156,6 @@ def _merged(full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
             found[plain] = tensor
     return found
-
-
-class MegatronLoRATrainer(LoRATrainer):
-    """A tensor-parallel rank of verl's own Megatron engine with an adapter of Megatron-Bridge."""
-
-    def _build(self, model: str) -> object:
-        from megatron_cpu import engines, lora
-
-        world = dist.get_world_size()
-        return lora.with_factors(model, engines.Layout(world, tp=world), merge=False)
-
-    @torch.no_grad()
-    def train(self, seed: int) -> None:
-        """Changes the adapter alone; ranks that hold the same factor change it alike."""
-        generator = torch.Generator().manual_seed(seed)
-        for chunk in self.trainer.module:
-            for name, parameter in chunk.named_parameters():
-                if ".adapter." in name:
-                    noise = torch.randn(parameter.shape, generator=generator)
-                    parameter.data.add_(noise.to(parameter.dtype) * 0.1)
-
-    def save(self, folder: Path) -> None:
-        """Writes what the bridge itself exports, which merges; collective over the trainer's ranks."""
-        Trainer.save(self, folder)
 
 
 class MergedLoRATrainer(LoRATrainer):

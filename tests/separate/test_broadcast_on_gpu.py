@@ -90,7 +90,7 @@ def rollout(rank: int, calls: Calls, folder: Path) -> list[Any]:
             if rank == DYING and version == FAILING:
                 die_in_second_bucket()
             asyncio.run(receive(engine.receive_weights(version), version))
-            return digest(server) if DEVICE == "cuda" else str(server.tokens())
+            return digest(server)
 
         return [outcome(calls, engine, version, ranks, lambda v=version: take(v)) for version, ranks in SYNCS]
 

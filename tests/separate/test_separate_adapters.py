@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from bare_engine.scenario import far
-from megatron_cpu.engines import megatron_environment
 from separate.driver import Driver, Member, failed_alike, members, none_failed, together
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -37,12 +36,9 @@ def adapter_alone(reports: list[dict[str, Any]], factors: int) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("trainer", ["LoRATrainer", "MegatronLoRATrainer"])
-def test_the_base_travels_once_and_then_the_adapter(
-    trainer: str, tiny_model: Callable[[str], str], tmp_path: Path
-) -> None:
-    environment, kinds = megatron_environment() if "Megatron" in trainer else None, f"processes.{trainer}"
-    with members(tiny_model("qwen2"), 2, kinds, environment, "rollouts.ServingRollout") as (driver, (first, second)):
+def test_the_base_travels_once_and_then_the_adapter(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
+    kinds = "processes.LoRATrainer", "rollouts.ServingRollout"
+    with members(tiny_model("qwen2"), 2, *kinds) as (driver, (first, second)):
         come_and_go(driver, first, second, tmp_path)
 
 
@@ -92,17 +88,21 @@ def fail_and_recover(driver: Driver, first: Member, second: Member, factors: int
 
 
 def test_a_merged_adapter_reaches_the_engine(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
-    """Staged in every sync, for it is made on the way."""
+    """Staged in every sync, for it is made on the way; each tensor-parallel rank of the engine reads only its part."""
     model, words = tiny_model("qwen2"), list[Words]()
-    with members(model, 1, "processes.MergedLoRATrainer") as (driver, (rollout,)):
+    with members(model, 1, "processes.MergedLoRATrainer", tp=2) as (driver, ranks):
         together(driver.trainers, "share", tmp_path)
+        kept = ranks[0].ask("nbytes", tmp_path / "kept").answer()
         for version in (1, 2, 3):
             together(driver.trainers, "train", version)
-            said = none_failed(driver.sync(version, [rollout]))
-            assert [(report["delivery"], report["direct_bytes"]) for report in said] == [("staged", 0)] * 3, said
-            report = said[2]
-            assert report["replayed_tensors"] == report["tensors"] and report["coverage_missing"] == 0, report
-            assert report["own_bytes"] == 0 < report["peer_bytes"] and report["global_steps"] == version, report
-            words.append(serves(driver, rollout, tmp_path / str(version)))
+            reports = none_failed(driver.sync(version, ranks))[2:]
+            assert [report["own_bytes"] + report["peer_bytes"] for report in reports] == kept, reports
+            for report in reports:
+                assert report["delivery"] == "staged" and report["gathered_bytes"] == report["network_bytes"] == 0
+                assert report["replayed_tensors"] == report["tensors"] and report["coverage_missing"] == 0, report
+                assert report["global_steps"] == version, report
+            words.append(serves(driver, ranks[0], tmp_path / str(version)))
             assert far(words[-1], Path(model)) > 2 * BOUND, "the adapter changes little"
             assert words.count(words[-1]) == 1, "the engine says what it said after the sync before"
+        # the engine generates until it is asked, so not while the trainer plans
+        assert ranks[0].ask("asked_behind_plan").answer() == [True] * 3

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,9 +24,64 @@ def model(tiny_model: Callable[[str], str]) -> str:
 
 def test_syncs_are_exact_while_engines_join_leave_fail_and_die(model: str, tmp_path: Path) -> None:
     with members(model, 3) as (driver, rollouts):
+        hidden_staging_memory(driver, rollouts[:1], tmp_path)
+        parameters_read_in_place(driver, rollouts[1:], tmp_path)
         equal_and_other_weights(driver, rollouts[:2], tmp_path)
         come_and_go(driver, rollouts, tmp_path)
         fail_and_die(driver, rollouts[1:], tmp_path)
+
+
+@pytest.mark.extended
+def test_flat_parameters_are_read_in_place(model: str, tmp_path: Path) -> None:
+    with members(model, 2, "processes.FSDP1Trainer") as (driver, rollouts):
+        parameters_read_in_place(driver, rollouts, tmp_path)
+
+
+def synced(driver: Driver, rollouts: list[Member], version: int, folder: Path) -> list[dict[str, Any]]:
+    """A sync of other weights than before, after which every engine is exact; returns the reports of the rollouts."""
+    together(driver.trainers, "train", version)
+    reports = none_failed(driver.sync(version, rollouts))
+    exact(driver, rollouts, folder / f"v{version}")
+    return reports[len(driver.trainers) :]
+
+
+def hidden_staging_memory(driver: Driver, rollouts: list[Member], folder: Path) -> None:
+    """Slots that no engine rank can open: the sync that finds that out is a broadcast, and so is the next."""
+    (rollout,) = rollouts
+    together(driver.trainers, "hide_staging", True)
+    for version in (1, 2):
+        (report,) = synced(driver, rollouts, version, folder)
+        assert report["delivery"] == "broadcast" and report["verified_tensors"] == report["tensors"], report
+    assert not rollout.ask("abandoned").answer(), "a sync that goes on otherwise has not failed"
+    a_flip_is_found(driver, rollouts, 3, folder, ("flip_arriving",), "changed on the way to the engine")
+    assert rollout.ask("report").answer()["delivery"] == "broadcast"
+    together(driver.trainers, "hide_staging", False)
+
+
+def parameters_read_in_place(driver: Driver, rollouts: list[Member], folder: Path) -> None:
+    """Staged at first, then where the parameters lie, for these are in memory that others can map; both again for an
+    engine that joins."""
+    first, second = rollouts
+    together(driver.trainers, "share", folder)
+    for version, engines in ((11, [second]), (12, [second]), (13, [first, second]), (14, [first, second])):
+        for report in synced(driver, engines, version, folder):
+            assert (report["direct_bytes"] > 0) == (version in (12, 14)), (version, report)
+            assert report["gathered_bytes"] == report["own_bytes"] == 0 < report["peer_bytes"], report
+    assert driver.trainers[0].ask("break_next", READ).answer() is None
+    failed_alike(driver.sync(15, rollouts), "rank 0: MemoryError: injected: hash_parameters")
+    synced(driver, rollouts, 16, folder)
+    spoil = ("spoil", "model.layers.1.mlp.down_proj.weight")
+    a_flip_is_found(driver, rollouts, 17, folder, spoil, "do not hold what was sent of model.layers.1.mlp.")
+
+
+def a_flip_is_found(
+    driver: Driver, rollouts: list[Member], version: int, folder: Path, flip: tuple[str, ...], text: str
+) -> None:
+    """One bit flips, which all ranks hear of; the next sync is exact."""
+    assert rollouts[0].ask(*flip).answer() is None
+    together(driver.trainers, "train", version)
+    failed_alike(driver.sync(version, rollouts), text)
+    synced(driver, rollouts, version + 1, folder)
 
 
 def lie(driver: Driver, rollouts: list[Member], hosts: str) -> None:
@@ -34,158 +90,75 @@ def lie(driver: Driver, rollouts: list[Member], hosts: str) -> None:
         assert member.ask("place", host).answer() is None
 
 
-def came_once(driver: Driver, rollouts: list[Member], hosts: str) -> None:
-    """After the first sync of a group: every trainer rank's segments have come to every other rank, each once. What
-    counts as having crossed the network is, for every rank, all that trainer ranks on other hosts have sent."""
+def crossed_once(driver: Driver, rollouts: list[Member], hosts: str) -> None:
+    """To every rank has come, once, what trainer ranks on other hosts have sent."""
     for rank, member in enumerate((*driver.trainers, *rollouts)):
-        came, report = member.ask("came").answer()
-        assert came == {sender: report["nbytes"] // 2 for sender in range(2) if sender != rank}, (rank, hosts)
-        assert report["network_bytes"] == sum(came[sender] for sender in came if hosts[sender] != hosts[rank])
+        report = member.ask("report").answer()
+        senders = [sender for sender in range(2) if hosts[sender] != hosts[rank]]
+        assert report["delivery"] == "broadcast" and report["network_bytes"] == len(senders) * report["nbytes"] // 2
 
 
-def equal_and_other_weights(driver: Driver, rollouts: list[Member], tmp_path: Path) -> None:
-    first, second = rollouts
-    lie(driver, [first, second], "abab")
-    together(driver.trainers, "train", 1)
-    none_failed(driver.sync(1, [first, second]))
-    came_once(driver, [first, second], "abab")
-    words = together([first, second], "generate")
+def equal_and_other_weights(driver: Driver, rollouts: list[Member], folder: Path) -> None:
+    """Broadcast to engines on two hosts."""
+    lie(driver, rollouts, "abab")
+    synced(driver, rollouts, 21, folder)
+    crossed_once(driver, rollouts, "abab")
+    words = together(rollouts, "generate")
     assert words[0] == words[1]
-    exact(driver, [first, second], tmp_path / "v1")
 
     # equal weights: the same words
-    report = driver.sync(2, [first, second])[2]
-    assert together([first, second], "generate") == words
-    assert report["manager"] == "SeparateRollout" and report["global_steps"] == 2
+    report = driver.sync(22, rollouts)[2]
+    assert together(rollouts, "generate") == words
+    assert report["manager"] == "SeparateRollout" and report["global_steps"] == 22
     assert report["replayed_tensors"] == report["tensors"] and report["buckets"] > 3
     assert report["own_bytes"] > 0 == report["peer_bytes"], "each engine rank reads what was sent to its rollout rank"
 
     # after a step of training: others
-    together(driver.trainers, "train", 3)
-    none_failed(driver.sync(3, [first, second]))
-    assert together([first, second], "generate") != words
-    exact(driver, [first, second], tmp_path / "v3")
+    synced(driver, rollouts, 23, folder)
+    assert together(rollouts, "generate") != words
 
 
-def come_and_go(driver: Driver, rollouts: list[Member], tmp_path: Path) -> None:
-    first, second, third = rollouts
+def come_and_go(driver: Driver, rollouts: list[Member], folder: Path) -> None:
+    _, second, third = rollouts
     # one more cannot join, which all hear of at once
     assert third.ask("break_next", "receiver._make").answer() is None
     before = time.monotonic()
-    failed = driver.sync(4, [first, second, third])
+    failed = driver.sync(24, rollouts)
     assert time.monotonic() - before < TIMEOUT
     assert failed[4] == Failure("MemoryError", "injected: _make"), failed
     assert all("a rank died" in each.text for each in failed[:4]), failed
 
     # then it can, and gets what it lacks
     lie(driver, rollouts, "ababb")
-    joined = driver.sync(4, [first, second, third])
-    came_once(driver, rollouts, "ababb")
-    assert joined[4]["replayed_tensors"] == joined[4]["tensors"], "marks have proven its plan"
-    exact(driver, [first, second, third], tmp_path / "v4")
+    joined = synced(driver, rollouts, 24, folder)[2]
+    crossed_once(driver, rollouts, "ababb")
+    assert joined["replayed_tensors"] == joined["tensors"], "marks have proven its plan"
 
     # one leaves
     lie(driver, [second, third], "abba")
-    together(driver.trainers, "train", 5)
-    driver.sync(5, [second, third])
-    came_once(driver, [second, third], "abba")
-    exact(driver, [second, third], tmp_path / "v5")
+    synced(driver, [second, third], 25, folder)
+    crossed_once(driver, [second, third], "abba")
 
     # it comes back, and leaves once more: all three have been a group before, and so have the two
-    for version, engines in ((6, rollouts), (7, [second, third])):
-        together(driver.trainers, "train", version)
+    for version, engines in ((26, rollouts), (27, [second, third])):
         before = time.monotonic()
-        none_failed(driver.sync(version, engines))
-        assert time.monotonic() - before < TIMEOUT
-        exact(driver, engines, tmp_path / f"v{version}")
+        synced(driver, engines, version, folder)
+        assert time.monotonic() - before < 2 * TIMEOUT
 
 
-def fail_and_die(driver: Driver, rollouts: list[Member], tmp_path: Path) -> None:
+def fail_and_die(driver: Driver, rollouts: list[Member], folder: Path) -> None:
     second, third = rollouts
     # a trainer rank fails: the same error for all, and the engines generate nothing
     assert driver.trainers[1].ask("break_next", PACK).answer() is None
-    failed_alike(driver.sync(8, [second, third]), "rank 1: MemoryError: injected: pack")
-    assert len(second.ask("abandoned").answer()) > 0
-    together(driver.trainers, "train", 9)
-    driver.sync(9, [second, third])
-    exact(driver, [second, third], tmp_path / "v9")
+    before = len(second.ask("abandoned").answer())
+    failed_alike(driver.sync(28, rollouts), "rank 1: MemoryError: injected: pack")
+    assert len(second.ask("abandoned").answer()) > before
+    synced(driver, rollouts, 29, folder)
 
     # one dies while weights are on their way: the others hear of it in time, and go on without it
     assert third.ask("die_in_second_bucket").answer() is None
-    before = time.monotonic()
-    died = driver.sync(10, [second, third])
-    assert time.monotonic() - before < 3 * TIMEOUT + 60
+    began = time.monotonic()
+    died = driver.sync(30, rollouts)
+    assert time.monotonic() - began < 3 * TIMEOUT + 60
     assert died[3] is None and all("a rank died" in each.text for each in died[:3]), died
-    together(driver.trainers, "train", 11)
-    driver.sync(11, [second])
-    exact(driver, [second], tmp_path / "v11")
-
-
-def a_flip_is_found(driver: Driver, rollouts: list[Member], version: int, folder: Path, where: str) -> None:
-    """One bit flips in what has come to a rollout rank, or in the engine's parameter after the copies: all ranks raise
-    the same, and the next sync is exact."""
-    if where == "way":
-        how, text = ("flip_arriving",), "changed on the way to the engine"
-    else:
-        how, text = ("spoil", "model.layers.1.mlp.down_proj.weight"), "do not hold what was sent of model.layers.1.mlp."
-    assert rollouts[0].ask(*how).answer() is None
-    together(driver.trainers, "train", version)
-    failed_alike(driver.sync(version, rollouts), text)
-    together(driver.trainers, "train", version + 1)
-    none_failed(driver.sync(version + 1, rollouts))
-    exact(driver, rollouts, folder / f"v{version + 1}")
-
-
-@pytest.mark.parametrize("trainer", ["Trainer", pytest.param("FSDP1Trainer", marks=pytest.mark.extended)])
-def test_on_one_host_engines_read_the_memory_of_the_trainer(trainer: str, model: str, tmp_path: Path) -> None:
-    """Staged at first, then where the parameters lie, for these are in memory that others can map; both again after a
-    failure and for an engine that joins."""
-    with members(model, 2, f"processes.{trainer}") as (driver, (first, second)):
-        together(driver.trainers, "share", tmp_path)
-        for version, engines in ((1, [first]), (2, [first]), (3, [first]), (4, [first, second]), (5, [first, second])):
-            together(driver.trainers, "train", version)
-            reports = driver.sync(version, engines)[2:]
-            direct = version in (2, 3, 5)
-            for report in reports:
-                assert (report["direct_bytes"] > 0) == direct, (version, report)
-                assert report["gathered_bytes"] == report["own_bytes"] == 0 < report["peer_bytes"], report
-            exact(driver, engines, tmp_path / f"v{version}")
-        assert driver.trainers[0].ask("break_next", READ).answer() is None
-        failed_alike(driver.sync(6, [first, second]), "rank 0: MemoryError: injected: hash_parameters")
-        together(driver.trainers, "train", 7)
-        driver.sync(7, [first, second])
-        exact(driver, [first, second], tmp_path / "v7")
-        a_flip_is_found(driver, [first, second], 8, tmp_path, "engine")
-
-
-def test_memory_that_cannot_be_mapped_is_broadcast_and_a_flip_is_found(model: str, tmp_path: Path) -> None:
-    """In the sync that finds that out, before anything is loaded, and again in every group."""
-    with members(model, 1) as (driver, (rollout,)):
-        together(driver.trainers, "hide_staging")
-        for version in (1, 2):
-            together(driver.trainers, "train", version)
-            (report,) = driver.sync(version, [rollout])[2:]
-            assert report["delivery"] == "broadcast" and report["verified_tensors"] == report["tensors"], report
-            exact(driver, [rollout], tmp_path / f"v{version}")
-        assert not rollout.ask("abandoned").answer(), "a sync that goes on otherwise has not failed"
-        a_flip_is_found(driver, [rollout], 3, tmp_path, "way")
-        assert rollout.ask("report").answer()["delivery"] == "broadcast"
-        a_flip_is_found(driver, [rollout], 5, tmp_path, "engine")
-
-
-def test_each_tensor_parallel_rank_reads_only_its_part(model: str, tmp_path: Path) -> None:
-    """Staged at first, then where the parameters lie: both ranks together read everything once, and what both keep
-    twice."""
-    with members(model, 1, tp=2) as (driver, ranks):
-        first = ranks[0]
-        together(driver.trainers, "share", tmp_path)
-        kept = first.ask("nbytes", tmp_path / "kept").answer()
-        for version, delivery in ((1, "staged"), (2, "direct"), (3, "direct")):
-            together(driver.trainers, "train", version)
-            reports = none_failed(driver.sync(version, ranks))[2:]
-            assert [report["own_bytes"] + report["peer_bytes"] for report in reports] == kept, reports
-            assert all(report["delivery"] == delivery and report["peer_bytes"] > 0 for report in reports), reports
-            assert all(report["gathered_bytes"] == report["network_bytes"] == 0 for report in reports), reports
-            exact(driver, [first], tmp_path / f"v{version}")
-        # the engine generates until it is asked, so not while the trainer plans
-        assert first.ask("asked_behind_plan").answer() == [True] * 3
+    synced(driver, [second], 31, folder)

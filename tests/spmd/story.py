@@ -11,10 +11,9 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -42,13 +41,6 @@ def sharded(made: PreTrainedModel) -> torch.nn.Module:
     for layer in made.model.layers:
         fully_shard(layer)
     fully_shard(made)
-    return made
-
-
-def tensor_parallel(made: PreTrainedModel, mesh: DeviceMesh) -> torch.nn.Module:
-    """Placements as torch's tensor parallelism makes them."""
-    for layer in made.model.layers:
-        parallelize_module(layer.mlp, mesh, {"up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()})
     return made
 
 
@@ -94,11 +86,7 @@ def every_source(rollout: SpmdRollout) -> None:
     serves(rollout, model(4), model(4))
     serves(rollout, model(5).state_dict(), model(5))
     cut = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in model(6).state_dict().items()}
-    assert all(isinstance(tensor, DTensor) for tensor in cut.values())
     serves(rollout, cut, model(6))
-    columns = {name: distribute_tensor(t, mesh, [Shard(t.dim() - 1)]) for name, t in model(11).state_dict().items()}
-    serves(rollout, columns, model(11))
-    serves(rollout, tensor_parallel(model(12), mesh), model(12))
     again = serves(rollout, replicas, model(3))
     assert torch.equal(first.ids, again.ids) and torch.equal(first.log_probs, again.log_probs)
     rollout.sync_weights(replicas)
@@ -151,8 +139,6 @@ def generation(rollout: SpmdRollout) -> None:
     assert "the ranks of one engine gave different prompts" in text, text
     text = failing(RolloutError, rollout.generate, PROMPTS if rank == 0 else [[]], GREEDY)
     assert "rank 1: ValueError: token_ids[0] has no tokens" in text and "rank 0" not in text, text
-    text = failing(RolloutError, rollout.generate, PROMPTS, {"stop": "x"})
-    assert "Use stop_token_ids" in text, text
     text = failing(RolloutError, rollout.generate, [[5] * 300], GREEDY)
     assert "rank 0: ValueError" in text, text  # SGLang's: longer than the context
 
@@ -192,8 +178,6 @@ def failures(rollout: SpmdRollout, source: torch.nn.Module, expected: torch.nn.M
     left_out = {name: tensor for name, tensor in model(8).state_dict().items() if "layers.1.mlp.down_proj" not in name}
     text = failing(SyncError, rollout.sync_weights, left_out)
     assert "model.layers.1.mlp.down_proj.weight" in text, text
-    text = failing(SyncError, rollout.sync_weights, {**left_out, "model.layers.1.mlp.down.weight": torch.zeros(2)})
-    assert "model.layers.1.mlp.down.weight" in text, text
     serves(rollout, source, expected)
 
 
@@ -208,8 +192,6 @@ def engine_dies(rollout: SpmdRollout) -> None:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    text = failing(RolloutError, SpmdRollout, MODEL, engine={"quantization": "fp8"})
-    assert "engine.quantization='fp8': weight sync cannot serve it" in text, text
     more = {"max_total_tokens": 2048, "context_length": 256, "max_running_requests": 8}
     rollout = SpmdRollout(MODEL, tensor_parallel_size=2, sync={"timeout_seconds": 60}, engine=more)
     assert "call sync_weights first" in failing(RolloutError, rollout.generate, PROMPTS, GREEDY)
