@@ -351,8 +351,7 @@ class ModelLoad:
             for b in quantized:  # hashed where it has been written
                 at = (b.target, 0, b.position, b.width, b.count, b.target_stride, 0, b.position_stride)
                 reads.append(Block(*at, base=own, group=b.group))
-            homes = [(rank - place) % len(lives) for rank, live in enumerate(lives) for _ in live.regions]
-            homes.append(0)
+            homes = [*((rank - place) % len(lives) for rank, live in enumerate(lives) for _ in live.regions), 0]
             prepared = self._copier.prepare(copies, homes), self._copier.prepare(reads, homes)
             self._live = keys, memory, prepared, self._quantizing(quantized, wheres, homes)
         _, memory, (copied, read), tables = self._live
