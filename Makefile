@@ -14,7 +14,7 @@ venv: ## the stack and this project in .venv
 quickstart: venv ## two real training steps on the CPU
 	PYTHON=$(abspath $(BIN)/python) examples/cpu_quickstart/run.sh
 
-test: venv ## every feature once, without a GPU, two tests at a time; 30 minutes on two cores
+test: venv ## every feature once, without a GPU, two tests at a time; 20 minutes on two cores
 	$(PYTEST) $(TWO) --durations=12 -m "not gpu and not extended and not faults"
 
 test-all: venv ## also other SGLang releases, more layouts and more models; an hour on two cores

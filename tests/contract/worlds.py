@@ -17,6 +17,7 @@ import faulthandler
 import functools
 import importlib
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -61,7 +62,8 @@ def _member(pipe: Connection) -> None:
                 world_size=size,
                 timeout=datetime.timedelta(seconds=seconds),
             )
-            pipe.send((True, function(*arguments)))
+            # A tensor's bytes: torch's own pickle would share its memory, and SGLang's imports have that go by a server
+            pipe.send_bytes(pickle.dumps((True, function(*arguments))))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
         finally:
