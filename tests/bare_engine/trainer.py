@@ -65,7 +65,8 @@ def perturb(engine: object, seed: int, scale: float = 0.05) -> None:
 
 
 def share(engine: object, folder: Path) -> None:
-    """Moves every parameter to a new file, which other processes can map as they can all device memory."""
+    """Moves every parameter to a new file, which other processes can map as they can all device memory. Those of FSDP1
+    only before the first sync: later it has another tensor of the same memory."""
     for module in _modules(engine):
         for parameter in module.parameters():
             local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
