@@ -61,7 +61,7 @@ def torch_bytes() -> dict[str, int | None]:
 
 
 def reset_rss_peak() -> None:
-    """Starts this process's resident-set peak afresh; where Linux refuses, the peak stays that of its whole life."""
+    """Resets the peak of this process's resident set; where Linux refuses, the peak stays that of its whole life."""
     try:
         with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
             file.write("5")

@@ -127,7 +127,7 @@ class ShardingManager(BaseShardingManager):
 
         Raises SyncError, with the same text on every rank, where any rank or engine failed. Trainer weights are as
         before, the engine's may be half written, so that it generates nothing until a sync succeeds. The next call
-        starts afresh."""
+        starts from nothing."""
         try:
             served = self.serves_adapter()
             if not served or self.lacks_base():

@@ -47,7 +47,7 @@ from verl_sync_plugin.layout.tensors import Bucket, Plan, Shard
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
-Address = tuple[int, int]  # allocation, first byte in it
+Spot = tuple[int, int]  # allocation, first byte in it
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ class CudaExporter:
         self._answer: tuple[int, ...] = ()
         self._last = (0, 0)
 
-    def find(self, run: torch.Tensor) -> Address:
+    def find(self, run: torch.Tensor) -> Spot:
         """Finds the allocation that a tensor lies in. Raises RuntimeError where its memory cannot be shared."""
         address = run.data_ptr()
         base, size = self._last
@@ -312,7 +312,7 @@ class SharedFileExporter:
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
-    def find(self, run: torch.Tensor) -> Address:
+    def find(self, run: torch.Tensor) -> Spot:
         storage = run.untyped_storage()
         if storage.filename is None:
             raise RuntimeError("its memory is private to the trainer's process")
@@ -375,7 +375,7 @@ class LiveParameters:
             return False
 
     def _tell(self, shards: Sequence[Shard]) -> Live:
-        places: dict[int, Address] = {}
+        places: dict[int, Spot] = {}
         for base in self.found.bases:
             run = self.found.run(base, shards[base])
             assert run is not None, "looked up before"
@@ -397,7 +397,7 @@ class LiveParameters:
         runs = tuple(self._runs(bucket, places, number, grows) for bucket in self.plan.buckets)
         return Live(uuid.uuid4().hex, tuple(regions), runs)
 
-    def _runs(self, bucket: Bucket, places: dict[int, Address], number: dict[int, int], grows: dict[int, int]) -> bytes:
+    def _runs(self, bucket: Bucket, places: dict[int, Spot], number: dict[int, int], grows: dict[int, int]) -> bytes:
         rows = []
         for part in bucket.slices:
             base = self.plan.bases[part.base]

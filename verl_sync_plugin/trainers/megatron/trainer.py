@@ -61,10 +61,10 @@ class MegatronTrainer(TrainerBackend):
         export = partial(self.engine.get_per_tensor_param, base_sync_done=True)
         return BridgeAdapter(self.engine.module, lambda: export()[0], lora, bound)
 
-    def stream(self, afresh: bool = False) -> Stream:
-        """Megatron-Bridge's export; LoRA merged, or left out where the engine serves it. ``afresh``: the last one may
+    def stream(self, broken: bool = False) -> Stream:
+        """Megatron-Bridge's export; LoRA merged, or left out where the engine serves it. ``broken``: the last one may
         have been broken off, and the bridge's tasks keep what only some ranks have heard, so new ones are made."""
-        if afresh:
+        if broken:
             self.engine._hf_export_tasks = None
         stream, _ = self.engine.get_per_tensor_param()
         return ((name.replace(".base_layer.", "."), tensor) for name, tensor, *_ in stream)
