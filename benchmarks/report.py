@@ -27,6 +27,7 @@ HEADLINE = {
     "fp8-7b-fsdp2": "7.6 B, FSDP2 on 2 GPUs → TP2 in fp8",
     "fp8-moe-8b-fsdp2": "MoE 8.3 B, FSDP2 on 2 GPUs → TP2 in fp8",
     "headline-7b-bridge": "7.6 B, Megatron-Bridge TP2 → TP2",
+    "fp8-7b-bridge": "7.6 B, Megatron-Bridge TP2 → TP2 in fp8",
     "headline-mla-7b-bridge": "MoE 7.2 B, latent attention, EP2 → TP2",
     "headline-7b-fsdp2-lora32": "7.6 B, FSDP2, LoRA merged → TP2",
     "separate-headline-7b-fsdp2": "7.6 B, FSDP2 on 1 GPU → 1 GPU of its own",
@@ -161,7 +162,7 @@ def draw(results: list[Result], path: Path) -> None:
     from matplotlib import pyplot
 
     shown = headline(results)[::-1]
-    figure, axes = pyplot.subplots(figsize=(9, 1 + 0.5 * len(shown)), dpi=80)
+    figure, axes = pyplot.subplots(figsize=(9, 1 + 0.45 * len(shown)), dpi=80)
     for offset, (variant, colour) in enumerate(zip(VARIANTS[::-1], ("#1f77b4", "#a0a0a0", "#d0d0d0"), strict=True)):
         at = [place + 0.27 * (offset - 1) for place, each in enumerate(shown) if variant in phases(each)]
         values = [found[variant] for each in shown if variant in (found := phases(each))]
@@ -371,7 +372,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--check", action="store_true", help="change nothing; fail when a page is stale")
     args = parser.parse_args(argv)
-    results, stale = load(args.results), []
+    results, stale = load(args.results), False
     for page, name, text_of in ((args.page, "benchmarks", render), (args.readme, "headline", headline_table)):
         text = page.read_text(encoding="utf-8")
         head, begin, rest = text.partition(BEGIN.format(name))
@@ -379,17 +380,14 @@ def main(argv: list[str] | None = None) -> int:
         if not begin or not end:
             raise ValueError(f"{page} has no part between {BEGIN.format(name)} and {END.format(name)}")
         fresh = f"{head}{begin}\n{text_of(results)}\n{end}{tail}"
-        if fresh != text:
-            stale.append(page)
         if not args.check:
             page.write_text(fresh, encoding="utf-8")
-    if args.check:
-        for page in stale:
+        elif fresh != text:
+            stale = True
             print(f"{page} is stale: run python -m benchmarks.report", file=sys.stderr)
-        return int(bool(stale))
-    if headline(results):
+    if headline(results) and not args.check:
         draw(results, args.page.parent / "phase.svg")
-    return 0
+    return int(stale)
 
 
 if __name__ == "__main__":
