@@ -26,8 +26,8 @@ from verl_sync_plugin.layout.load_map import (
     ROUNDED,
     UNEVEN,
     HashedPart,
-    Kept,
     LoadMap,
+    StateTensor,
     held_parts,
     owners_of,
     read_parts,
@@ -78,7 +78,7 @@ class Comparison:
         self.map: LoadMap | None = None
         self.compared: tuple[int, ...] = ()
         self.left_out: dict[str, str] = {}
-        self.kept, self.unwritten = 0, list[tuple[Kept, int, int]]()
+        self.tensor_count, self.unwritten = 0, list[tuple[StateTensor, int, int]]()
         self.no_room = ""
         self.blocks: dict[str, tuple[int, int]] = {}
 
@@ -165,7 +165,7 @@ class Comparison:
                 f"is left out does not matter, {TURN_OFF}."
             )
         if self.map is not None:
-            self.kept, self.unwritten = self.map.kept, unwritten(self.map)
+            self.tensor_count, self.unwritten = self.map.tensor_count, unwritten(self.map)
             self._refuse_unwritten(frozenset(names), layers)
 
     def _refuse_unwritten(self, sent: frozenset[str], layers: str) -> None:
@@ -176,11 +176,11 @@ class Comparison:
         stale = [each for each in missing if each[1] or each[0].name in sent or not each[0].buffer]
         if stale:
             raise RuntimeError(
-                f"the sync leaves {len(stale)} of {self.kept} engine parameters unwritten, or writes them only in "
-                f"part: {_elements(stale)}. {layers}The engine would not have the trainer's weights. Give trainer and "
-                f"engine the same model, or one that the engine loads whole; or {TURN_OFF}, which does not notice."
+                f"the sync leaves {len(stale)} of {self.tensor_count} engine parameters unwritten, or writes them only "
+                f"in part: {_elements(stale)}. {layers}The engine would not have the trainer's weights. Give trainer "
+                f"and engine the same model, or one that the engine loads whole; or {TURN_OFF}, which does not notice."
             )
-        text = f"the sync leaves {len(missing)} of {self.kept} engine parameters and buffers unwritten: "
+        text = f"the sync leaves {len(missing)} of {self.tensor_count} engine parameters and buffers unwritten: "
         text += _elements(missing)
         if missing and not self._restores:
             raise RuntimeError(
@@ -362,8 +362,8 @@ def _layers_differ(ours: int, maps: list[LoadMap]) -> str:
     return f"The trainer's model has {ours} layers, the engine's {theirs} (num_hidden_layers). "
 
 
-def _elements(missing: Sequence[tuple[Kept, int, int]]) -> str:
-    return ", ".join(f"{kept.name} ({wrote} of {total} elements)" for kept, wrote, total in missing[:NAMED])
+def _elements(missing: Sequence[tuple[StateTensor, int, int]]) -> str:
+    return ", ".join(f"{tensor.name} ({wrote} of {total} elements)" for tensor, wrote, total in missing[:NAMED])
 
 
 class Cadence:

@@ -18,7 +18,7 @@ from worlds import on_ranks
 from contract.sources import everyone, same_everywhere
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.layout.load_map import Box, Kept, LoadMap, Move, Place
+from verl_sync_plugin.layout.load_map import Box, LoadMap, Move, StateTensor, Storage
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, View
 from verl_sync_plugin.report import SyncReport
@@ -100,9 +100,9 @@ def test_an_engine_without_room_for_marks_fails_the_proof_of_all() -> None:
     """Of two engines, one had no memory for marks."""
     plan = plan_buckets((Base("a", "bfloat16", 2, (64,), (View("a", (64,), 0, 64),)),), 1 << 10)
     whole, lacks = Box(0, 0, ((64, 1, 1),)), "full" if dist.get_rank() else ""
-    places, moves = (Place("x", (Kept("x", "bfloat16", whole, False),)),), (Move(0, 0, "bfloat16", whole),)
+    places, moves = (Storage("x", (StateTensor("x", "bfloat16", whole, False),)),), (Move(0, 0, "bfloat16", whole),)
     comparison = Comparison(SyncConfig(verify="always"), Agreement(20.0), (dist.get_rank(),), True)
-    comparison.note(LoadMap("Model", places=places, moves=moves, no_room=lacks))
+    comparison.note(LoadMap("Model", storages=places, moves=moves, no_room=lacks))
     comparison.learn(plan, loaded=False)
     with pytest.raises(SyncError) as caught:
         comparison.refuse_unproven()

@@ -13,7 +13,7 @@ import torch
 
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.layout.load_map import Box, Kept, Left, LoadMap, Move, Place
+from verl_sync_plugin.layout.load_map import Box, Left, LoadMap, Move, StateTensor, Storage
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, Plan, View
 from verl_sync_plugin.transport.agreement import Agreement, Alone
@@ -31,14 +31,14 @@ def plan_of(*names: str) -> Plan:
 
 PLAN = plan_of("a", "b")
 COMPLETE = LoadMap(
-    "SGLang's Model", places=tuple(Place(n, (Kept(n, "bfloat16", WHOLE, False),)) for n in ("x", "y")),
+    "SGLang's Model", storages=tuple(Storage(n, (StateTensor(n, "bfloat16", WHOLE, False),)) for n in ("x", "y")),
     moves=tuple(Move(n, n, "bfloat16", WHOLE) for n in range(2)),
 )  # fmt: skip
 
 
 def with_one_more(buffer: bool, name: str = "model.normalizer") -> LoadMap:
-    more = Place(name, (Kept(name, "bfloat16", Box(0, 0, ((4, 1, 1),)), buffer),))
-    return msgspec.structs.replace(COMPLETE, places=(*COMPLETE.places, more))
+    more = Storage(name, (StateTensor(name, "bfloat16", Box(0, 0, ((4, 1, 1),)), buffer),))
+    return msgspec.structs.replace(COMPLETE, storages=(*COMPLETE.storages, more))
 
 
 def learned(
@@ -92,7 +92,7 @@ def test_every_reason_is_said_however_many_tensors_have_another(capsys: pytest.C
     names = [f"norm{number}" for number in range(9)] + ["odd"]
     moves = tuple(Move(n, 0, "bfloat16", WHOLE) for n in range(10))
     why = (*((n, "is computed") for n in range(9)), (9, "lies elsewhere"))
-    found = LoadMap(places=(Place("x", ()),), moves=moves, not_held=why, derives=True)
+    found = LoadMap(storages=(Storage("x", ()),), moves=moves, not_held=why, derives=True)
     comparison = learned(found, plan=plan_of(*names))
     said = capsys.readouterr().out
     assert "norm4 and 5 more (is computed)" in said and "not comparable: odd (lies elsewhere)" in said

@@ -125,7 +125,7 @@ def test_constants_are_what_lasts_of_them() -> None:
 
     found = found_of(Pair(each(load)))
     assert not found.left and not unwritten(found)
-    held = sorted((each.place, each.spans, len(each.bits)) for each in found.constants)
+    held = sorted((each.storage, each.spans, len(each.bits)) for each in found.constants)
     assert held == [(0, ((0, 8),), 8), (0, ((8, 16),), 2), (1, ((0, 16),), 2)]
 
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from verl_sync_plugin.layout.load_map import (
     Box,
     Constant,
-    Kept,
     Left,
     LoadMap,
     Move,
-    Place,
+    StateTensor,
+    Storage,
     box_of,
     box_runs,
     box_spans,
@@ -210,14 +210,16 @@ def test_what_is_skipped_or_no_element_is_not_left_out() -> None:
 
 
 def test_what_a_sync_leaves_unwritten() -> None:
-    places = (
-        Place("x", (Kept("x", FP32, WHOLE, False), Kept("y", FP32, Box(8, 8, ((2, 1, 1),)), True))),
-        Place("z", (Kept("z", BF16, WHOLE, False),)),
+    storages = (
+        Storage("x", (StateTensor("x", FP32, WHOLE, False), StateTensor("y", FP32, Box(8, 8, ((2, 1, 1),)), True))),
+        Storage("z", (StateTensor("z", BF16, WHOLE, False),)),
     )
-    found = LoadMap(places=places, moves=(Move(0, 0, FP32, UPPER),), constants=(Constant(0, ((16, 24),), bytes(4)),))
+    found = LoadMap(
+        storages=storages, moves=(Move(0, 0, FP32, UPPER),), constants=(Constant(0, ((16, 24),), bytes(4)),)
+    )
     assert [(kept.name, wrote, of) for kept, wrote, of in unwritten(found)] == [("x", 6, 8), ("y", 0, 2), ("z", 0, 8)]
-    assert found.kept == 3
-    theirs = LoadMap(places=places, moves=found.moves, theirs=((0, ((16, 40),)), (1, ((0, 15),))))
+    assert found.tensor_count == 3
+    theirs = LoadMap(storages=storages, moves=found.moves, theirs=((0, ((16, 40),)), (1, ((0, 15),))))
     assert [(kept.name, wrote) for kept, wrote, _ in unwritten(theirs)] == [("z", 7)], "half an element is none"
 
 

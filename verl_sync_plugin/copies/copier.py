@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory that blocks are read from, and two ways to copy them: the kernel, or one ``copy_`` per block.
 
-A block's ``base`` is the segment that it is read from; its source counts from the bucket's first byte all the same.
+A block's ``region`` is the one that it is read from, such as a segment of a bucket. There its source counts from the
+bucket's first byte all the same.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class Memory:
     def __init__(self, device: torch.device, starts: Sequence[int], flats: Sequence[torch.Tensor] = ()) -> None:
         self.device, self.starts, self.flats = device, tuple(starts), tuple(flats)
 
-    def at(self, base: int, source: int) -> tuple[torch.Tensor, int]:
-        """The bytes of region ``base``, and the place in them of byte ``source``."""
-        flat = self.flats[base]
-        return flat, self.starts[base] + source - flat.data_ptr()
+    def at(self, region: int, source: int) -> tuple[torch.Tensor, int]:
+        """The bytes of a region, and the place in them of byte ``source``."""
+        flat = self.flats[region]
+        return flat, self.starts[region] + source - flat.data_ptr()
 
 
 class BucketMemory(Memory):
@@ -124,7 +125,7 @@ class _PlainPrepared:
 
     def run(self, memory: Memory, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
         for block in self._blocks:
-            slot, source = memory.at(block.base, block.source)
+            slot, source = memory.at(block.region, block.source)
             if block.grow == 2:
                 slot, source, block = _cast(slot, source, block)
             if copy:

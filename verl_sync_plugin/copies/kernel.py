@@ -67,7 +67,7 @@ def placed(value, where, LANE: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["rows"])
 def move_rows(  # type: ignore[no-untyped-def]
     wide,  # int64 (6, n): source, target, position of the first lane; strides of all three, in lanes
-    narrow,  # int32 (4, n): base, group, lanes, lanes per run
+    narrow,  # int32 (4, n): region, group, lanes, lanes per run
     rows,
     bases,  # int64: the target address, then the source addresses
     sums,
@@ -149,8 +149,8 @@ def move_rows(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["rows"])
 def quantize_rows(  # type: ignore[no-untyped-def]
-    table,  # int64 (12, n): base, first element, target, position; elements per line read and written; lines, columns,
-    # columns of the block before them; base and number of the scale; group
+    table,  # int64 (12, n): region, first element, target, position; elements per line read and written; lines,
+    # columns, columns of the block before them; region and number of the scale; group
     rows,
     bases,  # int64: the target address, then the source addresses, scales (fp32, one per block) among them
     sums,

@@ -160,7 +160,7 @@ class PackTable:
             for index, found in partition.meet(run):
                 at, group = found.source, self._tensors[hulls[index].names[0]]
                 place, source = (len(places), at) if alone else (places[part.base], found.target * grow)
-                yield Block(source, at, at, found.width, base=place, group=group, grow=grow, dtype=dtype)
+                yield Block(source, at, at, found.width, region=place, group=group, grow=grow, dtype=dtype)
 
 
 def segment_of(bucket: Bucket, rank: int) -> int:

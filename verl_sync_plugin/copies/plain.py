@@ -30,7 +30,7 @@ class Block:
     """``count`` runs of ``width`` bytes, each ``*_stride`` bytes after the one before.
 
     Attributes:
-        source: byte where the first run is read, relative to the source address number ``base``.
+        source: byte where the first run is read, relative to the start of region number ``region``.
         target: byte where it is written, relative to one target address for all blocks.
         position: byte offset in the bucket of what is read or written; what the hash depends on.
         group: number of the sum that the block's hash goes into.
@@ -48,7 +48,7 @@ class Block:
     source_stride: int = 0
     target_stride: int = 0
     position_stride: int = 0
-    base: int = 0
+    region: int = 0
     group: int = 0
     grow: int = 1
     dtype: str = ""

@@ -42,8 +42,8 @@ def _lane(block: Block) -> int:
 def _rows(blocks: Sequence[Block], tall: bool) -> np.ndarray:
     """Blocks cut into rows, in their order: int64 of shape ``(n, 10)``, in bytes."""
     fields = [
-        (b.source, b.target, b.position, b.width, b.count, b.source_stride, b.target_stride, b.position_stride, b.base,
-         b.group, b.grow)
+        (b.source, b.target, b.position, b.width, b.count, b.source_stride, b.target_stride, b.position_stride,
+         b.region, b.group, b.grow)
         for b in blocks
     ]  # fmt: skip
     table = np.array(fields, dtype=np.int64)
@@ -54,13 +54,13 @@ def _rows(blocks: Sequence[Block], tall: bool) -> np.ndarray:
     row = np.arange(len(of)) - np.repeat(np.cumsum(many) - many, many)  # its number in the block
     run, column = np.divmod(row, columns[of])
     first, offset = run * step[of], column * ROW_BYTES
-    source, target, position, width, count, by, target_by, position_by, base, group, grow = table[of].T
+    source, target, position, width, count, by, target_by, position_by, region, group, grow = table[of].T
     rows = np.empty((len(of), 10), dtype=np.int64)
     rows[:, 0] = source + first * by + offset * grow
     rows[:, 1] = target + first * target_by + offset
     rows[:, 2] = position + first * position_by + offset
     rows[:, 3], rows[:, 4], rows[:, 5] = by, target_by, position_by
-    rows[:, 6], rows[:, 7] = base, group
+    rows[:, 6], rows[:, 7] = region, group
     rows[:, 9] = width if tall else np.minimum(width - offset, ROW_BYTES)
     rows[:, 8] = rows[:, 9] * (np.minimum(count - first, step[of]) if tall else 1)
     return rows
@@ -102,7 +102,7 @@ class KernelTable:
     Args:
         blocks: what is copied.
         device: where the kernel runs.
-        homes: number of the device that each base of the blocks is on, where there are several: see ``alternating``.
+        homes: number of the device that each region of the blocks is on, where there are several: see ``alternating``.
     """
 
     def __init__(self, blocks: Iterable[Block], device: torch.device, homes: Sequence[int] = ()) -> None:
@@ -160,10 +160,10 @@ class Rectangle(NamedTuple):
     Attributes:
         row, column: of the first element in the whole matrix.
         lines, columns: how many.
-        base, source: where the first element is read; in elements.
+        region, source: where the first element is read; in elements.
         stride: from one line to the next, in elements read, which is also that in the bucket.
         target, target_stride: where it is written, in bytes.
-        scale_base, scale, scales: where the matrix's first scale is, in elements, and how many a line of blocks has.
+        scale_region, scale, scales: where the matrix's first scale is, in elements, and how many a line of blocks has.
         position, group: its byte in the bucket and the number of the sum, where it is hashed.
     """
 
@@ -171,12 +171,12 @@ class Rectangle(NamedTuple):
     column: int
     lines: int
     columns: int
-    base: int
+    region: int
     source: int
     stride: int
     target: int
     target_stride: int
-    scale_base: int
+    scale_region: int
     scale: int
     scales: int
     position: int = 0
@@ -190,8 +190,8 @@ class Rectangle(NamedTuple):
         scale = (self.row + y) // high * self.scales + (self.column + x) // wide + self.scale
         below, right = np.diff(y, axis=0, append=self.lines), np.diff(x, append=self.columns)
         found = (
-            self.base, self.source + read, self.target + written, self.position + read, self.stride, self.target_stride,
-            below, right, (self.column + x) % wide, self.scale_base, scale, self.group,
+            self.region, self.source + read, self.target + written, self.position + read, self.stride,
+            self.target_stride, below, right, (self.column + x) % wide, self.scale_region, scale, self.group,
         )  # fmt: skip
         return np.stack(np.broadcast_arrays(*found), -1).reshape(-1, len(found))
 

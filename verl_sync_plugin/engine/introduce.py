@@ -27,12 +27,12 @@ from verl_sync_plugin.engine.recorder import Recording, Source, Write, model_ten
 from verl_sync_plugin.layout.load_map import (
     Box,
     Constant,
-    Kept,
     Left,
     LoadMap,
     Move,
-    Place,
     Spans,
+    StateTensor,
+    Storage,
     box_of,
     box_spans,
     length,
@@ -56,7 +56,7 @@ ELSEWHERE = "its load puts it elsewhere than was recorded"
 Lies = dict[str, tuple[object, ...]]
 
 
-class Places:
+class Storages:
     """The storages of a model, by number.
 
     Attributes:
@@ -67,17 +67,17 @@ class Places:
     def __init__(self, module: torch.nn.Module) -> None:
         persistent, parameters = set(module.state_dict(keep_vars=True)), dict(module.named_parameters())
         tensors: dict[int, torch.Tensor] = {}
-        names, kept = dict[int, str](), dict[int, dict[Box, Kept]]()
+        names, found = dict[int, str](), dict[int, dict[Box, StateTensor]]()
         for name, tensor in model_tensors(module):
             if tensor.numel():
                 key = storage_of(tensor)
                 names.setdefault(key, name)
                 tensors.setdefault(key, tensor)
-                box, of_place = box_between(tensor.detach(), tensor.detach()), kept.setdefault(key, {})
+                box, of_storage = box_between(tensor.detach(), tensor.detach()), found.setdefault(key, {})
                 if name in persistent:
-                    of_place.setdefault(box, Kept(name, dtype_name(tensor.dtype), box, name not in parameters))
+                    of_storage.setdefault(box, StateTensor(name, dtype_name(tensor.dtype), box, name not in parameters))
         self._number = {key: number for number, key in enumerate(names)}
-        self.table = tuple(Place(name, tuple(kept[key].values())) for key, name in names.items())
+        self.table = tuple(Storage(name, tuple(found[key].values())) for key, name in names.items())
         self._module = module
         self.flats = [flat_storage(tensors[key]) for key in names]
 
@@ -88,12 +88,12 @@ class Places:
     def refresh(self) -> None:
         """After a load: what it lays out otherwise every time lies elsewhere."""
         now = dict(model_tensors(self._module))
-        self.flats = [flat_storage(now[place.name]) for place in self.table]
+        self.flats = [flat_storage(now[storage.name]) for storage in self.table]
 
 
 def introduce(
     model: EngineModel, sources: Sequence[Source], owners: Mapping[str, str], device: torch.device
-) -> tuple[LoadMap, Places, frozenset[str]]:
+) -> tuple[LoadMap, Storages, frozenset[str]]:
     """Finds a model's map. Overwrites parameters with marks, so a sync has to follow; never raises for these.
 
     Args:
@@ -137,14 +137,14 @@ class _Introduction:
         self._no_room = ""
 
     @torch.no_grad()
-    def run(self) -> tuple[LoadMap, Places, frozenset[str]]:
+    def run(self) -> tuple[LoadMap, Storages, frozenset[str]]:
         model = self._model
         # Keeps old tensors alive: else what a load allocates takes the identity of what it replaces
         alive = dict(model_tensors(model.module))
         before, storages = _lies(model.module), {name: storage_of(tensor) for name, tensor in alive.items()}
         self._recording = recording = record(model, self._sources)
         self._unfixed = _moved(before, _lies(model.module))
-        self._places = Places(model.module)
+        self._storages = Storages(model.module)
         odd = {storages[name]: f"its load lays {name} out again" for name in self._unfixed if name in storages}
         if not model.can_derive:
             odd |= dict.fromkeys(recording.computed_from, "its load computes from it")
@@ -159,18 +159,18 @@ class _Introduction:
         if failed:  # nothing is proven, and everything is left to the model
             self._left = dict.fromkeys(self._numbers, failed)
             self._not_held = dict(self._left)
-            self._theirs = [(each.place, each.spans) for each in self._writes]
+            self._theirs = [(each.storage, each.spans) for each in self._writes]
             self._moves, self._constants, touched = [], [], None
         self._add_constants()
         unknown = failed if failed and not recording.ended else ""
         found = LoadMap(
-            f"{model.engine}'s {model.name}", model.layers, self._places.table, tuple(self._moves),
+            f"{model.engine}'s {model.name}", model.layers, self._storages.table, tuple(self._moves),
             tuple(self._constants), self._leftovers(touched), tuple((n, pairs_of(s)) for n, s in self._theirs),
             tuple((number, why) for name, number in self._numbers.items() if (why := model.why_skipped(name))),
             tuple((self._numbers[name], why) for name, why in self._not_held.items()),
             bool(recording.computed_from) and model.can_derive, unknown, self._no_room,
         )  # fmt: skip
-        return found, self._places, frozenset(self._unfixed)
+        return found, self._storages, frozenset(self._unfixed)
 
     # ---------------------------------------------------------------------------------------------- what is proposed
     def _propose(self, recording: Recording, odd: Mapping[int, str]) -> None:
@@ -180,14 +180,14 @@ class _Introduction:
         left.update(recording.refused)
         not_held.update(recording.refused)
         writes = [
-            _Writing(write, place)
+            _Writing(write, storage)
             for write in recording.writes
-            if write.target.numel() and (place := self._places.of(write.target)) is not None
+            if write.target.numel() and (storage := self._storages.of(write.target)) is not None
         ]
         for write in recording.writes:
             if write.name and (why := odd.get(storage_of(write.target))):
                 left.setdefault(write.name, why)
-                if self._places.of(write.target) is None:
+                if self._storages.of(write.target) is None:
                     not_held.setdefault(write.name, why)
         for each in writes:
             if each.box is not None and (why := self._why_no_move(each)):
@@ -210,16 +210,16 @@ class _Introduction:
                 continue
             if each.box is not None and each.name not in not_held:
                 dtype = dtype_name(each.write.target.dtype)
-                self._moves.append(Move(self._numbers[each.name], each.place, dtype, each.box))
+                self._moves.append(Move(self._numbers[each.name], each.storage, dtype, each.box))
             elif each.name:
-                self._theirs.append((each.place, each.spans))
+                self._theirs.append((each.storage, each.spans))
             elif isinstance(each.write.source, float):
                 rest = each.spans if each.clipped is None else each.clipped
                 bits = torch.full((1,), each.write.source, dtype=each.write.target.dtype).view(torch.uint8)
                 if len(rest):
-                    self._constants.append(Constant(each.place, pairs_of(rest), bits.numpy().tobytes()))
+                    self._constants.append(Constant(each.storage, pairs_of(rest), bits.numpy().tobytes()))
             elif not each.mixed:
-                self._from_nowhere.append((each.place, each.spans))
+                self._from_nowhere.append((each.storage, each.spans))
 
     def _why_no_move(self, each: _Writing) -> str:
         assert each.box is not None
@@ -233,7 +233,7 @@ class _Introduction:
     # ------------------------------------------------------------------------------------------------ what is proven
     def _prove(self, touched: Touched | None) -> str:
         """Returns why the model could not load marks; empty when it could."""
-        places, lies = self._places, _lies(self._model.module)
+        storages, lies = self._storages, _lies(self._model.module)
         buffers = self._buffers()
         given = _Hashes(self._moves, self._by_number, self._device)
         try:
@@ -248,14 +248,14 @@ class _Introduction:
             self._not_held = dict.fromkeys(self._numbers, why)
             self._unfixed |= more
             self._moves, self._constants, self._from_nowhere = [], [], []
-            self._places = places = Places(self._model.module)
+            self._storages = storages = Storages(self._model.module)
         else:
-            places.refresh()
-            wrong = given.wrong(places.flats)
+            storages.refresh()
+            wrong = given.wrong(storages.flats)
             for name in {self._by_number[move.tensor].name for move in wrong}:
                 self._not_held[name] = self._left.setdefault(name, ELSEWHERE)
             self._moves = [move for move in self._moves if self._by_number[move.tensor].name not in self._not_held]
-            lasting = [each for each in self._constants if _holds(each, places.flats[each.place])]
+            lasting = [each for each in self._constants if _holds(each, storages.flats[each.storage])]
             if len(lasting) < len(self._constants) and not self._left:
                 self._leave_all("is loaded next to a constant that changes")
             self._constants = lasting
@@ -295,31 +295,31 @@ class _Introduction:
                 touched.lend(tensors)
                 self._model.load_weights(iter(tensors))
                 touched.lend(())
-        self._places.refresh()
+        self._storages.refresh()
 
     def _add_constants(self) -> None:
         """Those of parameters that the engine sets where no checkpoint has them, and this one has not."""
-        written = {move.place for move in self._moves} | {place for place, _ in self._theirs}
+        written = {move.storage for move in self._moves} | {storage for storage, _ in self._theirs}
         for name, value in self._model.constants.items():
             tensor = self._model.module.get_parameter(name)
-            place = self._places.of(tensor)
-            if place is not None and place not in written:
+            storage = self._storages.of(tensor)
+            if storage is not None and storage not in written:
                 bits = torch.full((1,), value, dtype=tensor.dtype).view(torch.uint8).numpy().tobytes()
                 span = box_spans(box_between(tensor, tensor), False, tensor.element_size())
-                self._constants.append(Constant(place, pairs_of(spans_of([span])), bits))
+                self._constants.append(Constant(storage, pairs_of(spans_of([span])), bits))
 
     def _look_at_writes_from_nowhere(self) -> None:
         """Makes constants of those that are the same after a load of other marks."""
         if not self._from_nowhere:
             return
-        flats = self._places.flats
-        found = [(place, first, end) for place, spans in self._from_nowhere for first, end in spans.tolist()]
-        held = [(place, first, end, flats[place][first:end].clone()) for place, first, end in found]
+        flats = self._storages.flats
+        found = [(storage, first, end) for storage, spans in self._from_nowhere for first, end in spans.tolist()]
+        held = [(storage, first, end, flats[storage][first:end].clone()) for storage, first, end in found]
         self._load(seed=SEED << 8)
-        flats = self._places.flats
-        if all(bool((flats[place][first:end] == was).all()) for place, first, end, was in held):
+        flats = self._storages.flats
+        if all(bool((flats[storage][first:end] == was).all()) for storage, first, end, was in held):
             self._constants += [
-                Constant(place, ((first, end),), was.cpu().numpy().tobytes()) for place, first, end, was in held
+                Constant(storage, ((first, end),), was.cpu().numpy().tobytes()) for storage, first, end, was in held
             ]
         else:
             self._leave_all("its load writes what it computes in addition to the tensors")
@@ -333,17 +333,17 @@ class _Introduction:
         Args:
             buffers: ``_buffers`` before the first load.
         """
-        places, whole = self._places, self._buffers()
+        storages, whole = self._storages, self._buffers()
         changed = [name for name, was in buffers.items() if name not in whole or not _same(was, whole[name])]
         computed = [] if self._model.can_derive else changed
         free = self._free()
         many = sum(end - first for _, first, end in free) > ON_DEVICE
         before = []
         for number, first, end in free:
-            part = places.flats[number][first:end]
+            part = storages.flats[number][first:end]
             before.append((number, first, part.cpu() if many else part.clone()))
         for number, first, end in free:
-            places.flats[number][first:end].bitwise_not_()
+            storages.flats[number][first:end].bitwise_not_()
         for name in computed:
             flat_storage(self._model.module.get_buffer(name)).fill_(0xA5)
         self._load(only=self._left)
@@ -352,34 +352,34 @@ class _Introduction:
         found: dict[int, list[np.ndarray]] = {}
         recorded: dict[int, list[np.ndarray]] = {}  # what it writes of these where it is given everything
         for each in (each for each in self._writes if each.name in self._left and self._moves):
-            recorded.setdefault(each.place, []).append(each.spans)
+            recorded.setdefault(each.storage, []).append(each.spans)
         for number, first, was in before:
-            part = self._places.flats[number][first : first + len(was)]
+            part = self._storages.flats[number][first : first + len(was)]
             now = part.cpu() if many else part
             written, turned = now == was, now == ~was
             lacking, expected = _true_spans(turned) + first, spans_of(recorded.get(number, ()))
             same = same and bool((written | turned).all()) and length(without(lacking, expected)) == length(lacking)
             found.setdefault(number, []).append(_true_spans(written) + first)
             part.copy_(torch.where(turned, was, now))  # what no load writes is as it was
-        for number, place in enumerate(places.table):
+        for number, storage in enumerate(storages.table):
             found.setdefault(number, []).extend(
-                box_spans(kept.box, False, size_of(kept.dtype)) for kept in place.kept if kept.name in self._unfixed
+                box_spans(t.box, False, size_of(t.dtype)) for t in storage.tensors if t.name in self._unfixed
             )
         self._theirs = [(number, spans) for number, parts in found.items() if len(spans := spans_of(parts))]
         return same
 
     def _free(self) -> list[tuple[int, int, int]]:
-        """The persistent bytes that no copy and no constant accounts for: place, first, one past the last."""
+        """The persistent bytes that no copy and no constant accounts for: storage, first, one past the last."""
         claimed: dict[int, list[np.ndarray]] = {}
         left = {self._numbers[name] for name in self._left}
         for move in self._moves:
             if move.tensor not in left:
-                claimed.setdefault(move.place, []).append(box_spans(move.box, False, size_of(move.dtype)))
+                claimed.setdefault(move.storage, []).append(box_spans(move.box, False, size_of(move.dtype)))
         for constant in self._constants:
-            claimed.setdefault(constant.place, []).append(np.array(constant.spans))
+            claimed.setdefault(constant.storage, []).append(np.array(constant.spans))
         free = []
-        for number, place in enumerate(self._places.table):
-            kept = [box_spans(k.box, False, size_of(k.dtype)) for k in place.kept if k.name not in self._unfixed]
+        for number, storage in enumerate(self._storages.table):
+            kept = [box_spans(t.box, False, size_of(t.dtype)) for t in storage.tensors if t.name not in self._unfixed]
             rest = without(spans_of(kept), spans_of(claimed.get(number, ())))
             free += [(number, first, end) for first, end in rest.tolist()]
         return free
@@ -425,8 +425,8 @@ class _Writing:
     dead = mixed = False
     clipped: Spans | None = None
 
-    def __init__(self, write: Write, place: int) -> None:
-        self.write, self.place, self.name = write, place, write.name
+    def __init__(self, write: Write, storage: int) -> None:
+        self.write, self.storage, self.name = write, storage, write.name
         target = write.target
         self.box = box_between(write.source, target) if isinstance(write.source, torch.Tensor) else None
         size = target.element_size()
@@ -447,8 +447,8 @@ def _overlapping(writes: Sequence[_Writing]) -> Iterator[tuple[_Writing, _Writin
     """Pairs of writes that share bytes, the earlier one first."""
     order = {id(each): number for number, each in enumerate(writes)}
     reaching: list[_Writing] = []  # those that end after the present one begins
-    for write in sorted(writes, key=lambda each: (each.place, each.low)):
-        reaching = [other for other in reaching if other.place == write.place and other.high > write.low]
+    for write in sorted(writes, key=lambda each: (each.storage, each.low)):
+        reaching = [other for other in reaching if other.storage == write.storage and other.high > write.low]
         for other in reaching:
             if length(without(other.spans, write.spans)) < length(other.spans):
                 yield (other, write) if order[id(other)] < order[id(write)] else (write, other)
@@ -538,19 +538,19 @@ class _Hashes:
                 for run in move.box.packed().runs(size_of(move.dtype)):
                     strides = run.source_stride, 0, run.source_stride
                     place = run.source, 0, run.source, run.width, run.count, *strides
-                    blocks.append(Block(*place, base=bases[move.dtype], group=number))
+                    blocks.append(Block(*place, region=bases[move.dtype], group=number))
         self._run(blocks, flats, self._given)
 
     def wrong(self, flats: Sequence[torch.Tensor]) -> list[Move]:
-        """The moves whose places hold something else."""
+        """The moves whose elements are not there."""
         found, blocks = torch.zeros_like(self._given), list[Block]()
         for number, move in enumerate(self._moves):
             size = size_of(move.dtype)
             if is_turned(move):
                 turned = [_block(run, 0, number) for run in move.box.packed().runs(size)]
-                self._run(turned, [unturned(move, flats[move.place])], found)
+                self._run(turned, [unturned(move, flats[move.storage])], found)
             else:
-                blocks += [_block(run, move.place, number) for run in move.box.runs(size)]
+                blocks += [_block(run, move.storage, number) for run in move.box.runs(size)]
         self._run(blocks, flats, found)
         return [self._moves[number] for number in (found != self._given).nonzero().flatten().tolist()]
 
@@ -563,9 +563,9 @@ def is_turned(move: Move) -> bool:
     return move.box.run_count > (1 if move.box.width * size_of(move.dtype) < SHORT_RUN else MOST_RUNS)
 
 
-def _block(run: Run, base: int, group: int) -> Block:
+def _block(run: Run, region: int, group: int) -> Block:
     strides = run.target_stride, 0, run.source_stride
-    return Block(run.target, 0, run.source, run.width, run.count, *strides, base=base, group=group)
+    return Block(run.target, 0, run.source, run.width, run.count, *strides, region=region, group=group)
 
 
 def unturned(move: Move, flat: torch.Tensor) -> torch.Tensor:
@@ -577,7 +577,7 @@ def in_box(flat: torch.Tensor, box: Box, dtype: str, of_source: bool) -> torch.T
     """The elements of a box in flat memory (uint8), a view with its dimensions.
 
     Args:
-        flat: all bytes of a tensor, or of a place.
+        flat: all bytes of a tensor, or of a storage.
         box: which.
         dtype: of the elements.
         of_source: the memory is the tensor's.
@@ -589,7 +589,7 @@ def in_box(flat: torch.Tensor, box: Box, dtype: str, of_source: bool) -> torch.T
 
 
 def memory_of(flats: Sequence[torch.Tensor], device: torch.device) -> Memory:
-    """Memory whose blocks count from the first byte of flat number ``base``; the flats are to be kept alive."""
+    """Memory whose blocks count from the first byte of flat number ``region``; the flats are to be kept alive."""
     return Memory(device, [flat.data_ptr() for flat in flats], flats)
 
 

@@ -20,7 +20,7 @@ from verl_sync_plugin.copies.copier import BucketMemory, Copier, Memory, Prepare
 from verl_sync_plugin.copies.plain import Block
 from verl_sync_plugin.copies.table import QuantizeTable, Rectangle
 from verl_sync_plugin.engine.introduce import (
-    Places,
+    Storages,
     in_box,
     introduce,
     is_turned,
@@ -104,11 +104,11 @@ class _Work(NamedTuple):
     reads: list[Block]
     whole: tuple[Entry, ...]
 
-    def bytes_by_base(self, segment: int) -> Counter[int]:
+    def bytes_by_segment(self, segment: int) -> Counter[int]:
         """The bytes read from each segment."""
         read: Counter[int] = Counter()
         for block in self.copies:
-            read[block.base] += block.width * block.count
+            read[block.region] += block.width * block.count
         for piece in (piece for entry in self.whole for piece in entry.pieces):
             read[piece.source // segment] += piece.width * piece.count
         return read
@@ -138,12 +138,13 @@ class ModelLoad:
         self._dtypes = [self._entries[name].dtype for name in self._names]
         self._owners = owners_of(manifest.buckets)
         model.sent = frozenset(self._names)
-        self.map, self._places, self._key = LoadMap(), Places(model.module), LayoutKey(model)
+        self.map, self._storages, self._key = LoadMap(), Storages(model.module), LayoutKey(model)
         self._layout: Layout | None = None
         self._now: Layout | None = None
         self.replayed = 0
         if before is not None and before._shapes() == self._shapes():
-            self.map, self._places, self._key, self._layout = before.map, before._places, before._key, before._layout
+            self.map, self._storages = before.map, before._storages
+            self._key, self._layout = before._key, before._layout
         self._tries, self._compiled = 0, False
         self._live: tuple[tuple[str, ...], Memory, tuple[Prepared, Prepared], list[QuantizeTable]] | None = None
         self._traffic: dict[int | None, tuple[int, int]] = {}
@@ -181,7 +182,7 @@ class ModelLoad:
             rows, columns = self._model.fp8_block
             self.map, unfixed = LoadMap(fp8=tuple((numbers[name], rows, columns) for name in in_fp8)), frozenset[str]()
         else:
-            self.map, self._places, unfixed = introduce(self._model, sources, owners, self.device)
+            self.map, self._storages, unfixed = introduce(self._model, sources, owners, self.device)
         self._key = LayoutKey(self._model, unfixed)
         self._layout, self._compiled = self._key.now(), False
 
@@ -220,7 +221,8 @@ class ModelLoad:
         self._read_sums = torch.zeros(len(parts) + 1, dtype=torch.int64, device=self.device)
         self.replayed = len(self._names) - len(left)
         self._left = frozenset(self._names[number] for number in left)
-        views = [(each, view) for each in self.map.constants for view in _views(each, self._places.flats[each.place])]
+        flats = self._storages.flats
+        views = [(each, view) for each in self.map.constants for view in _views(each, flats[each.storage])]
         self._zeros = [view for each, view in views if not any(each.bits)]
         self._bits = [(view, _bits_of(each, view)) for each, view in views if any(each.bits)]
         entries_of: dict[str, list[Entry]] = {}
@@ -258,14 +260,14 @@ class ModelLoad:
             part = self._whole.get(number if owner < 0 else owner)
             if part is not None:
                 first = hull.first
-                reads.append(Block(first, 0, first, hull.end - first, base=first // segment, group=part))
+                reads.append(Block(first, 0, first, hull.end - first, region=first // segment, group=part))
         return _Work(copies, reads, tuple(whole))
 
     def _blocks(self, entry: Entry, segment: int, packed: bool = False) -> Iterator[Block]:
         """Composes a bucket's pieces of a tensor with its moves; ``packed`` is only read."""
         size, tensor = size_of(entry.dtype), self._numbers[entry.name] if entry.dtype == FP8 else -1
         for part, move in self._moves.get(entry.name, ()):
-            first = 0 if packed else self._places.flats[move.place].data_ptr()
+            first = 0 if packed else self._storages.flats[move.storage].data_ptr()
             for run in (move.box.packed() if packed else move.box).runs(size):
                 for piece in entry.pieces:
                     composed = compose(piece, run)
@@ -281,7 +283,7 @@ class ModelLoad:
                             width, count, apart = width * count, 1, (0, 0, 0)
                         yield Block(
                             found.source, first + found.target, found.source, width, count, *apart[:2], apart[0],
-                            base=found.source // segment, group=part, tensor=tensor, place=inside.target,
+                            region=found.source // segment, group=part, tensor=tensor, place=inside.target,
                             place_stride=apart[2],
                         )  # fmt: skip
 
@@ -311,7 +313,7 @@ class ModelLoad:
         for _, move in self._moves[name]:
             steps, first = [d[1] for d in move.box.dims], tensor.storage_offset() + move.box.source
             source = tensor.as_strided([d[0] for d in move.box.dims], steps, first)
-            in_box(self._places.flats[move.place], move.box, move.dtype, of_source=False).copy_(source)
+            in_box(self._storages.flats[move.storage], move.box, move.dtype, of_source=False).copy_(source)
 
     @property
     def obstacle(self) -> str:
@@ -350,7 +352,7 @@ class ModelLoad:
                 reads.extend(moved for block in work.reads for moved in where.moved(block))
             for b in quantized:  # hashed where it has been written
                 at = (b.target, 0, b.position, b.width, b.count, b.target_stride, 0, b.position_stride)
-                reads.append(Block(*at, base=own, group=b.group))
+                reads.append(Block(*at, region=own, group=b.group))
             homes = [*((rank - place) % len(lives) for rank, live in enumerate(lives) for _ in live.regions), 0]
             prepared = self._copier.prepare(copies, homes), self._copier.prepare(reads, homes)
             self._live = keys, memory, prepared, self._quantizing(quantized, wheres, homes)
@@ -372,7 +374,7 @@ class ModelLoad:
             for entry in (entry for entry in entries if entry.name.endswith(SCALE)):
                 for piece in entry.pieces:
                     moved = where.moved(Block(piece.source, 0, piece.source, 1))
-                    lies.setdefault(entry.name, set()).update((m.base, m.source - piece.target) for m in moved)
+                    lies.setdefault(entry.name, set()).update((m.region, m.source - piece.target) for m in moved)
         found, size = dict[torch.dtype, list[Rectangle]](), self._model.fp8_block
         for block in blocks:
             name = self._names[block.tensor]
@@ -397,7 +399,7 @@ class ModelLoad:
         if self.map.derives and self._moves:
             self._model.derive_after_load()
         if self.map.left:
-            self._places.refresh()
+            self._storages.refresh()
 
     # ----------------------------------------------------------------------------------------------- what is reported
     def sums(self) -> bytes:
@@ -406,9 +408,9 @@ class ModelLoad:
 
     def held(self) -> Held:
         """Hashes what lies in the parameters now. Waits for the device."""
-        sums, odd = self._held.sums(self._places.flats, self.device)
+        sums, odd = self._held.sums(self._storages.flats, self.device)
         for constant in self.map.constants:
-            flat, name = self._places.flats[constant.place], self.map.places[constant.place].name
+            flat, name = self._storages.flats[constant.storage], self.map.storages[constant.storage].name
             for view in _views(constant, flat):
                 odd.append((name, (view != _bits_of(constant, view) if any(constant.bits) else view).any()))
         flags = torch.stack([flag for _, flag in odd]).tolist() if odd else []
@@ -421,7 +423,7 @@ class ModelLoad:
         if near not in self._traffic:
             own = total = 0
             for work, segment, world in zip(self._works, self.manifest.segments, self.manifest.worlds, strict=True):
-                read = work.bytes_by_base(segment)
+                read = work.bytes_by_segment(segment)
                 if near is not None:
                     own += read[near] if self.manifest.sharded and world > 1 else read.total()
                 total += read.total()
@@ -446,9 +448,9 @@ class _HeldWork:
             name = names[move.tensor]
             dtype = entries[name][0].dtype
             other = is_turned(move) or move.dtype != dtype
-            box, base = (move.box.packed(), 0) if other else (move.box, move.place)
+            box, region = (move.box.packed(), 0) if other else (move.box, move.storage)
             blocks = [
-                Block(r.target, 0, r.source, r.width, r.count, r.target_stride, 0, r.source_stride, base, group)
+                Block(r.target, 0, r.source, r.width, r.count, r.target_stride, 0, r.source_stride, region, group)
                 for entry in entries[name]
                 for run in box.runs(size_of(dtype))
                 for piece in entry.pieces
@@ -468,7 +470,7 @@ class _HeldWork:
         self._plain.run(memory_of(flats, device), sums, copy=False)
         odd = []
         for name, move, dtype, blocks in self._turned:
-            lies = unturned(move, flats[move.place])
+            lies = unturned(move, flats[move.storage])
             if move.dtype != dtype:
                 wide = lies.view(getattr(torch, move.dtype))
                 if (move.dtype, dtype) == ("float32", "bfloat16"):
@@ -524,9 +526,9 @@ class _Where:
             )
 
 
-def _rectangles(block: Block, columns: int, wide: int, scale_base: int, first: int) -> Iterator[Rectangle]:
+def _rectangles(block: Block, columns: int, wide: int, scale_region: int, first: int) -> Iterator[Rectangle]:
     """The parts of a matrix in fp8 that a block makes of a trainer rank's values. Its scales, one for ``wide`` columns,
-    lie from byte ``first`` of region ``scale_base`` on."""
+    lie from byte ``first`` of region ``scale_region`` on."""
     tall = block.count > 1 and block.place_stride == columns and block.place % columns + block.width <= columns
     for number in range(1 if tall else block.count):
         place = block.place + number * block.place_stride
@@ -535,8 +537,8 @@ def _rectangles(block: Block, columns: int, wide: int, scale_base: int, first: i
         for run in runs:
             read, written = (number * each + run.source for each in (block.position_stride, block.target_stride))
             yield Rectangle(
-                *divmod(run.target, columns), run.count, run.width, block.base, block.source // block.grow + read,
-                stride, block.target + written, target_stride, scale_base, first // 4, -(-columns // wide),
+                *divmod(run.target, columns), run.count, run.width, block.region, block.source // block.grow + read,
+                stride, block.target + written, target_stride, scale_region, first // 4, -(-columns // wide),
             )  # fmt: skip
 
 
@@ -655,11 +657,11 @@ def refuse_rearranged(model: EngineModel, device: torch.device) -> None:
     Raises:
         ValueError: it changes some or moves them; names these and the remedy.
     """
-    key, places = LayoutKey(model), Places(model.module)
-    layout, before = key.now(), _hashes(places, device)
+    key, storages = LayoutKey(model), Storages(model.module)
+    layout, before = key.now(), _hashes(storages, device)
     model.after_load()
-    after = _hashes(places, device)
-    changed = [p.name for p, one, other in zip(places.table, before, after, strict=True) if one != other]
+    after = _hashes(storages, device)
+    changed = [p.name for p, one, other in zip(storages.table, before, after, strict=True) if one != other]
     if changed or key.now() != layout:
         shown = ", ".join(changed[:NAMED]) or "the places of parameters"
         raise ValueError(
@@ -668,10 +670,10 @@ def refuse_rearranged(model: EngineModel, device: torch.device) -> None:
         )
 
 
-def _hashes(places: Places, device: torch.device) -> list[int]:
+def _hashes(storages: Storages, device: torch.device) -> list[int]:
     """The hash of all that lies in each storage; 0 for what is on another device."""
-    flats = [flat if flat.device == device else flat[:0].to(device) for flat in places.flats]
+    flats = [flat if flat.device == device else flat[:0].to(device) for flat in storages.flats]
     sums = torch.zeros(len(flats), dtype=torch.int64, device=device)
-    blocks = [Block(0, 0, 0, len(flat), base=n, group=n) for n, flat in enumerate(flats) if len(flat)]
+    blocks = [Block(0, 0, 0, len(flat), region=n, group=n) for n, flat in enumerate(flats) if len(flat)]
     Copier(device, []).prepare(blocks).run(memory_of(flats, device), sums, copy=False)
     return list(sums.tolist())

@@ -109,20 +109,20 @@ class Move(msgspec.Struct, frozen=True, array_like=True):
     """One ``copy_`` of the model's load; ``dtype`` is that of the elements in the model."""
 
     tensor: int
-    place: int
+    storage: int
     dtype: str
     box: Box
 
 
 class Constant(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes of a place that hold the same whatever is loaded; ``bits`` are all of them, or one element that repeats."""
+    """Bytes that hold the same whatever is loaded; ``bits`` are all of them, or one element that repeats."""
 
-    place: int
+    storage: int
     spans: Pairs
     bits: bytes
 
 
-class Kept(msgspec.Struct, frozen=True, array_like=True):
+class StateTensor(msgspec.Struct, frozen=True, array_like=True):
     """A parameter or persistent buffer, which a sync has to write."""
 
     name: str
@@ -131,11 +131,11 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     buffer: bool
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class Storage(msgspec.Struct, frozen=True, array_like=True):
     """A storage of the model, named after the first tensor in it."""
 
     name: str
-    kept: tuple[Kept, ...]
+    tensors: tuple[StateTensor, ...]
 
 
 class Left(msgspec.Struct, frozen=True, array_like=True):
@@ -158,11 +158,11 @@ class LoadMap(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """Attributes:
     model: engine and class, such as "SGLang's LlamaForCausalLM".
     layers: how many decoder layers the model has; 0 when that is unknown.
-    places: the storages of the model.
+    storages: the storages of the model.
     moves: what a load copies. Of tensors in ``left`` too, where it was found in the model as the trainer has it.
     constants: what a sync writes in addition.
     left: what a sync leaves to the model's own load.
-    theirs: what that load writes: place, and spans of bytes.
+    theirs: what that load writes: storage, and spans of bytes.
     skipped: tensors that the model rightly leaves alone, and why.
     not_held: tensors of which it is not known where they lie after a load, and why.
     derives: the model computes something from parameters after a load.
@@ -174,7 +174,7 @@ class LoadMap(msgspec.Struct, frozen=True, array_like=True, dict=True):
 
     model: str = ""
     layers: int = 0
-    places: tuple[Place, ...] = ()
+    storages: tuple[Storage, ...] = ()
     moves: tuple[Move, ...] = ()
     constants: tuple[Constant, ...] = ()
     left: tuple[Left, ...] = ()
@@ -196,9 +196,9 @@ class LoadMap(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()
 
     @property
-    def kept(self) -> int:
+    def tensor_count(self) -> int:
         """The number of the model's parameters and persistent buffers."""
-        return sum(len(place.kept) for place in self.places)
+        return sum(len(storage.tensors) for storage in self.storages)
 
 
 def size_of(dtype: str) -> int:
@@ -319,24 +319,24 @@ def unused(
     return missing
 
 
-def unwritten(found: LoadMap) -> list[tuple[Kept, int, int]]:
+def unwritten(found: LoadMap) -> list[tuple[StateTensor, int, int]]:
     """The parameters and persistent buffers of the model that a sync does not write whole: how many elements it writes,
     and how many there are."""
-    written: list[list[np.ndarray]] = [[] for _ in found.places]
+    written: list[list[np.ndarray]] = [[] for _ in found.storages]
     for move in found.moves:
-        written[move.place].append(box_spans(move.box, False, size_of(move.dtype)))
+        written[move.storage].append(box_spans(move.box, False, size_of(move.dtype)))
     for constant in found.constants:
-        written[constant.place].append(np.array(constant.spans))
-    for place, spans in found.theirs:
-        written[place].append(np.array(spans))
+        written[constant.storage].append(np.array(constant.spans))
+    for number, spans in found.theirs:
+        written[number].append(np.array(spans))
     missing = []
-    for of_place, parts in zip(found.places, written, strict=True):
+    for storage, parts in zip(found.storages, written, strict=True):
         union = spans_of(parts)
-        for kept in of_place.kept:
-            size = size_of(kept.dtype)
-            rest = -(-length(without(spans_of([box_spans(kept.box, False, size)]), union)) // size)
+        for tensor in storage.tensors:
+            size = size_of(tensor.dtype)
+            rest = -(-length(without(spans_of([box_spans(tensor.box, False, size)]), union)) // size)
             if rest:
-                missing.append((kept, kept.box.numel - rest, kept.box.numel))
+                missing.append((tensor, tensor.box.numel - rest, tensor.box.numel))
     return missing
 
 

@@ -351,7 +351,7 @@ class ShardingManager(BaseShardingManager):
                 report.stages = {"sleep": await self.endpoint.answered(self.meeting.pending), **report.stages}
         comparison.compare(weighed)
         report.hashed_tensors = len(sync.plan.names)
-        report.coverage_expected = comparison.kept
+        report.coverage_expected = comparison.tensor_count
         report.coverage_missing = len(comparison.unwritten)
         if sync.verified:
             report.verified_tensors, report.not_comparable = len(comparison.compared), len(comparison.left_out)
