@@ -102,22 +102,15 @@ Kind = Literal["linear", "embedding", "conv", "experts", "bias"]  # PEFT's ways 
 
 class Weight(ABC):
     """An adapted weight of any trainer: its ``name`` in messages, keys of its factors ``a`` and ``b``, and of DoRA's
-    ``magnitude`` vector, if any."""
+    ``magnitude`` vector, if any. It consists of ``matrices`` one after another; one that is ``transposed`` is stored
+    (in, out), and DoRA then scales columns instead of rows."""
 
     name: str
     a: str
     b: str
     magnitude: str | None = None
-
-    @property
-    def plain(self) -> bool:
-        """The delta is ``scaling * B @ A`` and nothing else. A weight that is not plain is a ``LoRAWeight``."""
-        return True
-
-    @property
-    def transposed(self) -> bool:
-        """The weight is stored (in, out): embeddings and Conv1D. DoRA then scales columns instead of rows."""
-        return False
+    matrices: int = 1
+    transposed: bool = False
 
     @property
     @abstractmethod
@@ -130,8 +123,12 @@ class Weight(ABC):
         return tuple(key for key in (self.a, self.b, self.magnitude) if key)
 
     def columns(self, shape: tuple[int, ...]) -> int:
-        """Elements of the weight per row; a row is what ``delta_rows`` counts in."""
+        """Elements per row of the matrices."""
         return shape[-1]
+
+    def product(self, factors: Mapping[str, torch.Tensor], number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two matrices whose product, times ``scaling``, is added to matrix ``number``; of whole factors, by key."""
+        return factors[self.b], factors[self.a]
 
 
 @dataclass(frozen=True)
@@ -152,20 +149,36 @@ class LoRAWeight(Weight):
         return float(self.layer.scaling[self.adapter])
 
     @cached_property
-    def transposed(self) -> bool:
-        return self.kind == "embedding" or (self.kind == "linear" and bool(self.layer.fan_in_fan_out))
+    def matrices(self) -> int:  # type: ignore[override]
+        return int(self.layer.num_experts) if self.kind == "experts" else 1
 
     @cached_property
-    def plain(self) -> bool:
-        """PEFT's own ``Linear``, no subclass, without a variant."""
-        from peft.tuners.lora import Linear
-
-        layer = self.layer
-        ordinary = _class_of(layer) is Linear and layer.lora_variant.get(self.adapter) is None
-        return ordinary and self.kind == "linear" and self.magnitude is None and not self.transposed
+    def transposed(self) -> bool:  # type: ignore[override]
+        if self.kind == "experts":
+            return not self.layer._did_swap_in_out_features
+        return self.kind == "embedding" or (self.kind == "linear" and bool(self.layer.fan_in_fan_out))
 
     def columns(self, shape: tuple[int, ...]) -> int:
-        return shape[-1] if self.kind in ("linear", "embedding") else math.prod(shape[1:])
+        return math.prod(shape[1:]) if self.kind in ("conv", "bias") else shape[-1]
+
+    def product(self, factors: Mapping[str, torch.Tensor], number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of factors A ``(r, in)`` and B ``(out, r)``; of an embedding ``(r, num_embeddings)`` and ``(embedding_dim,
+        r)``; of fused experts ``(E * r, in)`` and ``(out, r * E)``; of a convolution ``(r, in, *kernel)`` and ``(out,
+        r, 1, ...)``; of a bias only B, ``(out,)``.
+
+        Source: ``get_delta_weight`` in ``peft.tuners.lora.layer``, and the handling of ``lora_bias`` in
+        ``Linear.merge``.
+        """
+        b = factors[self.b]
+        if self.kind == "bias":
+            return b.unsqueeze(1), b.new_ones((1, 1))
+        a = factors[self.a]
+        if self.kind == "experts":  # PEFT keeps A expert by expert, but B rank by rank
+            a = a.unflatten(0, (self.matrices, -1))[number]
+            b = b.unflatten(1, (-1, self.matrices))[..., number]
+        elif self.kind == "conv":
+            a, b = a.flatten(1), b.flatten(1)
+        return (a.T, b.T) if self.transposed else (b, a)
 
 
 class Adapters:

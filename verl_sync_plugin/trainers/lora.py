@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.copies.packing import chunks_of
 from verl_sync_plugin.layout.tensors import Base, Member, Shard, View
-from verl_sync_plugin.lora.merge import Scratch, Target, add_squares, full_precision, steps_of
+from verl_sync_plugin.lora.merge import Scratch, Target, steps_of, targets_of
 from verl_sync_plugin.lora.peft import Adapters, LoRAWeight, Weight, is_adapter, refuse_incomplete
 from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
 from verl_sync_plugin.transport.agreement import take_part, until
@@ -205,7 +205,7 @@ class Merging(ParameterSource):
         weights = [weight for base in bases for weight in self.weights_in(base)]
         return [(key, self.factors.shards[key].local) for weight in weights for key in weight.keys]
 
-    def merger(self, targets: tuple[Target, ...], first: int) -> Merge:
+    def merger(self, targets: Sequence[Target], first: int) -> Merge:
         """Returns what merges ``targets`` into parts of a run that begins at element ``first`` of the base (see
         ``Shard.merge``). How each part is merged is worked out once."""
         steps = cache(partial(steps_of, targets))
@@ -304,8 +304,8 @@ class MergingSource(Merging):
     False for an engine that serves the adapter itself, and gets the base as it is.
 
     Peak device memory next to the buckets: ``GATHER_BYTES``, or the factors of one bucket's weights where those are
-    larger, twice, and this rank's part of them once more; in fp32 ``LONGEST_CHUNK`` elements and two rows; of weights
-    that are not ``plain`` three times ``LONGEST_CHUNK`` elements, and of fused experts at least one whole expert.
+    larger, twice, and this rank's part of them once more; in fp32 ``LONGEST_CHUNK`` elements and two rows, and with
+    DoRA as many once more.
     """
 
     def __init__(
@@ -357,7 +357,7 @@ class MergingSource(Merging):
         return recipe
 
     def _targets(self, part: Excerpt) -> tuple[Target, ...]:
-        found: dict[int, Target] = {}
+        found: dict[int, list[Target]] = {}
         for member in part.members:
             weight = self._weights.get(member.name)
             if weight is not None:
@@ -366,11 +366,11 @@ class MergingSource(Merging):
                         f"LoRA weight {member.name!r} of shape {member.shape} has strides {member.strides}: weight "
                         f"sync merges into contiguous weights. Make it contiguous() in the model, or {TURN_OFF}."
                     )
-                found.setdefault(member.start, Target(weight, member.start, member.shape))
-        return tuple(found.values())
+                found.setdefault(member.start, targets_of(weight, member.start, member.shape))
+        return tuple(chain(*found.values()))
 
     def weights_in(self, base: int) -> list[Weight]:
-        return [target.weight for target in self.exported[base][1]]
+        return list({target.weight.name: target.weight for target in self.exported[base][1]}.values())
 
     def factor_bytes(self, base: int) -> int:
         weights = self.weights_in(base)
@@ -409,6 +409,5 @@ class MergingSource(Merging):
         run, first = shard.local(), shard.base.first(self.rank)
         for begin, count in chunks_of(run.numel()):
             if target.overlaps(first + begin, count):
-                copied = run[begin : begin + count].to(self._device, torch.float32, copy=True)
-                with full_precision():
-                    add_squares(copied, first + begin, target, self.gathered, sums)
+                part = run[begin : begin + count].to(self._device, non_blocking=True)
+                self._scratch.add_squares(part, steps_of([target], first + begin, count), self.gathered, sums)

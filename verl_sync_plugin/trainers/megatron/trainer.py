@@ -22,7 +22,7 @@ from verl_sync_plugin import log
 from verl_sync_plugin.config.refusals import refuse_first, refuse_megatron_lora
 from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.layout.tensors import Base, Shard, View
-from verl_sync_plugin.lora.merge import Target
+from verl_sync_plugin.lora.merge import targets_of
 from verl_sync_plugin.lora.peft import Weight
 from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, TrainerBackend, WirePolicy, dtype_name
 from verl_sync_plugin.trainers.joint import JointSource, RankLayout
@@ -196,7 +196,7 @@ class MegatronSource(Merging, JointSource):
         tensor, weight = self._model.tensors[self._places[name]], self._weights.get(name)
         home = self._home(tensor)
         if weight is not None and name not in self._mergers:
-            self._mergers[name] = self.merger((Target(weight, 0, tuple(tensor.shape)),), 0)
+            self._mergers[name] = self.merger(targets_of(weight, 0, tuple(tensor.shape)), 0)
         run = None if home is not None else tensor
         return Shard(base, partial(flat, tensor, home), self._mergers.get(name), run=run)
 
