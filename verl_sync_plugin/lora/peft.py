@@ -272,15 +272,11 @@ def _of_layer(name: str, layer: Any) -> Iterator[LoRAWeight]:
             yield LoRAWeight(f"{name}.base_layer.bias", layer, adapter, "bias", "", bias)
 
 
-def _class_of(layer: Any) -> Any:
-    """The class of a layer; FSDP2 puts one of its own before that."""
-    return next(each for each in type(layer).__mro__ if not issubclass(each, FSDPModule))
-
-
 def _kind(name: str, layer: Any) -> Kind:
     from peft.tuners.lora.layer import Conv1d, Conv2d, Conv3d, Embedding, Linear, ParamWrapper
 
-    found = _class_of(layer)
+    # FSDP2 puts a class of its own before a layer's
+    found: Any = next(each for each in type(layer).__mro__ if not issubclass(each, FSDPModule))
     if found is ParamWrapper:
         return "experts" if layer.num_experts > 1 else "linear"
     kinds: dict[Any, Kind] = {Linear: "linear", Embedding: "embedding", Conv1d: "conv", Conv2d: "conv", Conv3d: "conv"}
