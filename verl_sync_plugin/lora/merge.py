@@ -91,11 +91,10 @@ class Scratch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._memory: torch.Tensor | None = None
-        self._views: dict[tuple[int, ...], torch.Tensor] = {}  # a model has few shapes and many weights of each
+        self.release()
 
     def release(self) -> None:
-        self._views, self._memory = {}, None
+        self._memory = torch.empty(0)
 
     def merge(
         self, run: torch.Tensor, steps: Steps, factors: Factors, scales: Mapping[str, torch.Tensor]
@@ -108,13 +107,17 @@ class Scratch:
 
         Source: ``DoraLinearVariant.merge_safe`` of ``peft.tuners.lora.variants`` for the scale.
         """
-        merged = self._view(steps.margin, run.numel(), steps.margin)
+        needed = run.numel() + 2 * steps.margin
+        if self._memory.numel() < needed:
+            self.release()  # before more is taken
+            with torch.inference_mode(False):  # else it could not be written outside
+                self._memory = torch.empty(needed, dtype=torch.float32, device=self._device)
+        merged = self._memory[steps.margin : steps.margin + run.numel()]
         merged.copy_(run)
         with full_precision():
             for product in steps.products:
-                target, weight = product.target, product.target.weight
-                left, right = weight.product(factors, target.number)
-                rows = self._rows(product)
+                weight, rows = product.target.weight, self._rows(product)
+                left, right = weight.product(factors, product.target.number)
                 rows.addmm_(left[product.begin : product.end], right, alpha=weight.scaling)
                 if (scale := scales.get(weight.name)) is not None:
                     rows *= scale if weight.transposed else scale[product.begin : product.end].unsqueeze(1)
@@ -124,35 +127,20 @@ class Scratch:
         """Merges a run with the only product of its ``steps``, without DoRA's scale, and adds the squares of its
         elements to ``sums`` by row (by column of a transposed weight), fp32 of length ``Target.scales``."""
         (product,) = steps.products
-        end = steps.margin + self.merge(run, steps, factors, {}).numel()
-        for margin in (0, end):  # the rest of rows that the run cuts
-            self._view(margin, steps.margin, 0).zero_()
+        self.merge(run, steps, factors, {})
+        end = steps.margin + run.numel()
+        for rest in (self._memory[: steps.margin], self._memory[end : end + steps.margin]):
+            rest.zero_()  # of rows that the run cuts
         squares = self._rows(product).square()
         if product.target.weight.transposed:
             sums += squares.sum(0)
         else:
             sums[product.begin : product.end] += squares.sum(1)
 
-    def _view(self, origin: int, count: int, margin: int) -> torch.Tensor:
-        """Elements ``[origin, origin + count)`` of memory that goes on for ``margin`` more."""
-        view = self._views.get((origin, count, margin))
-        if view is None:
-            if self._memory is None or self._memory.numel() < origin + count + margin:
-                self.release()  # before more is taken
-                with torch.inference_mode(False):  # else it could not be written outside
-                    self._memory = torch.empty(origin + count + margin, dtype=torch.float32, device=self._device)
-            view = self._views[origin, count, margin] = self._memory.narrow(0, origin, count)
-        return view
-
     def _rows(self, product: Product) -> torch.Tensor:
-        """The rows of a product in the memory; inside what a view was taken of before."""
-        count, columns = product.end - product.begin, product.target.columns
-        rows = self._views.get((product.offset, count, columns, 0))
-        if rows is None:
-            assert self._memory is not None
-            rows = self._memory.as_strided((count, columns), (columns, 1), product.offset)
-            self._views[product.offset, count, columns, 0] = rows
-        return rows
+        """The rows of a product in the memory."""
+        columns = product.target.columns
+        return self._memory.as_strided((product.end - product.begin, columns), (columns, 1), product.offset)
 
 
 def full_precision() -> AbstractContextManager[None]:

@@ -199,37 +199,35 @@ class Adapters:
         refuse_others(model)
         self.weights: list[LoRAWeight] = []
         self.copies: dict[str, str | None] = {}
-        self._modules: list[tuple[str, Any]] = []
+        self._modules: list[tuple[str, Any, tuple[tuple[str, ...], bool, bool]]] = []
         for wrapped, module in model.named_modules():
             if isinstance(module, LoraLayer | ModulesToSaveWrapper):
                 name = clean_name(wrapped)
-                self._modules.append((name, module))
+                self._modules.append((name, module, _state(module)))
                 if isinstance(module, LoraLayer):
                     self.weights += _of_layer(name, module)
                 else:
                     self.copies[plain_name(name)] = _copy_in_use(name, module)
-        self._states = self._look()
 
     def rename(self, rename: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """Gives the weights the names that ``rename`` gives to state-dict keys."""
         named = rename({each.name: each for each in self.weights})
         self.weights = [replace(weight, name=name) for name, weight in named.items()]
 
-    def _look(self) -> list[tuple[tuple[str, ...], bool, bool]]:
-        return [
-            (tuple(each.active_adapters), bool(each.disable_adapters), bool(each.merged_adapters))
-            for _, each in self._modules
-        ]
-
     def check(self) -> None:
         """Raises ValueError, with the name of a module, when other adapters are in use by now."""
-        for (name, _), (active, off, merged), now in zip(self._modules, self._states, self._look(), strict=True):
-            if now != (active, off, merged):
+        for name, module, (active, off, merged) in self._modules:
+            if (now := _state(module)) != (active, off, merged):
                 raise ValueError(
                     f"module {name!r}: in the first sync the active adapters were {active} (switched off: {off}, "
                     f"merged: {merged}), now they are {now[0]} ({now[1]}, {now[2]}), and the engine has the former. Go "
                     "back to these."
                 )
+
+
+def _state(module: Any) -> tuple[tuple[str, ...], bool, bool]:
+    """The adapters that are active, and whether they are switched off or merged."""
+    return tuple(module.active_adapters), bool(module.disable_adapters), bool(module.merged_adapters)
 
 
 def _copy_in_use(name: str, module: Any) -> str | None:
