@@ -7,9 +7,9 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -100,6 +100,7 @@ def refuse_others(model: torch.nn.Module) -> None:
 Kind = Literal["linear", "embedding", "conv", "experts", "bias"]  # PEFT's ways to make a delta of factors
 
 
+@dataclass(frozen=True)
 class Weight(ABC):
     """An adapted weight of any trainer: its ``name`` in messages, keys of its factors ``a`` and ``b``, and of DoRA's
     ``magnitude`` vector, if any. It consists of ``matrices`` one after another; one that is ``transposed`` is stored
@@ -108,9 +109,9 @@ class Weight(ABC):
     name: str
     a: str
     b: str
-    magnitude: str | None = None
-    matrices: int = 1
-    transposed: bool = False
+    magnitude: str | None = field(default=None, kw_only=True)
+    matrices: ClassVar[int] = 1
+    transposed: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -136,13 +137,9 @@ class LoRAWeight(Weight):
     """One adapted weight or bias, by its HF name: PEFT's layer, the active adapter, and how the factors make the delta.
     Keys are those of the state dict; of a bias there is ``b`` alone, the bias of the B factor."""
 
-    name: str
     layer: Any
     adapter: str
     kind: Kind
-    a: str
-    b: str
-    magnitude: str | None = None
 
     @property
     def scaling(self) -> float:
@@ -264,10 +261,10 @@ def _of_layer(name: str, layer: Any) -> Iterator[LoRAWeight]:
         dora = layer.use_dora.get(adapter, False)
         magnitude = f"{name}.lora_magnitude_vector.{adapter}.weight" if dora else None
         parameter = getattr(layer, "parameter_name", None) or "weight"
-        yield LoRAWeight(f"{name}.base_layer.{parameter}", layer, adapter, kind, a, b, magnitude)
+        yield LoRAWeight(f"{name}.base_layer.{parameter}", a, b, layer, adapter, kind, magnitude=magnitude)
         if layer.lora_bias.get(adapter, False):
             bias = f"{name}.lora_B.{adapter}.bias"
-            yield LoRAWeight(f"{name}.base_layer.bias", layer, adapter, "bias", "", bias)
+            yield LoRAWeight(f"{name}.base_layer.bias", "", bias, layer, adapter, "bias")
 
 
 def _kind(name: str, layer: Any) -> Kind:

@@ -94,9 +94,6 @@ class AdaptedWeight(Weight):
     ``ModelTensors.tensors``; ``expert`` is their index in those of several experts (``None``: a factor is a matrix).
     ``experts``: it belongs to experts, whose factors are split by expert tensor parallelism."""
 
-    name: str
-    a: str
-    b: str
     place_a: int
     place_b: int
     expert: int | None
