@@ -68,14 +68,23 @@ class FactorStore:
         for key in keys:
             base = self.shards[key].base
             together.setdefault((len(base.lengths), base.dtype), {})[key] = base
-        mine = [self._own(bases, dist.get_rank(group) if world > 1 else 0) for (world, _), bases in together.items()]
+        batches = []
+        for (world, _), bases in together.items():
+            mine = self._own(bases, dist.get_rank(group) if world > 1 else 0)
+            # Room for all parts is made here: a rank that lacks it says so before others wait in a collective
+            parts = mine.unsqueeze(0) if world == 1 else mine.new_empty((world, mine.numel()))
+            batches.append((bases, mine, parts))
         if group is not None:
             yield
+        for _, mine, parts in batches:
+            if len(parts) > 1:
+                work = dist.all_gather_into_tensor(parts.view(-1), mine, group=group, async_op=True)
+                take_part(work, self._device, self._timeout)
         found: dict[str, torch.Tensor] = {}
-        for ((world, _), bases), part in zip(together.items(), mine, strict=True):
+        for bases, _, parts in batches:
             sizes = [_block(base) for base in bases.values()]
-            joined = part if world == 1 else self._join(part, sizes, world, group)
-            blocks = joined.to(dtype or joined.dtype).split([world * size for size in sizes])
+            joined = _joined(parts, sizes)
+            blocks = joined.to(dtype or joined.dtype).split([len(parts) * size for size in sizes])
             found.update((key, _whole(base, each)) for (key, base), each in zip(bases.items(), blocks, strict=True))
         return found
 
@@ -88,20 +97,21 @@ class FactorStore:
                 pieces.append(pieces[-1].new_zeros(gap))
         return torch.cat(pieces).to(self._device)
 
-    def _join(self, mine: torch.Tensor, sizes: list[int], world: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-        """The blocks of all ranks, factor by factor, 1-D; ``sizes`` are those of each factor's."""
-        parts = mine.new_empty((world, mine.numel()))
-        work = dist.all_gather_into_tensor(parts.view(-1), mine, group=group, async_op=True)
-        take_part(work, self._device, self._timeout)
-        joined = parts.new_empty(parts.numel())
-        places = [blocks.view(world, -1) for blocks in joined.split([world * size for size in sizes])]
-        torch.split_with_sizes_copy(parts, sizes, dim=1, out=places)
-        return joined
-
 
 def _block(base: Base) -> int:
     """Elements of the longest run of a factor that a rank holds."""
     return max(base.lengths)
+
+
+def _joined(parts: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """The blocks of all ranks, factor by factor, 1-D, from each rank's ``parts``; ``sizes`` are those of the blocks."""
+    world = len(parts)
+    if world == 1:
+        return parts[0]
+    joined = parts.new_empty(parts.numel())
+    places = [blocks.view(world, -1) for blocks in joined.split([world * size for size in sizes])]
+    torch.split_with_sizes_copy(parts, sizes, dim=1, out=places)
+    return joined
 
 
 def _whole(base: Base, blocks: torch.Tensor) -> torch.Tensor:
