@@ -7,9 +7,9 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -100,24 +100,18 @@ def refuse_others(model: torch.nn.Module) -> None:
 Kind = Literal["linear", "embedding", "conv", "experts", "bias"]  # PEFT's ways to make a delta of factors
 
 
+@dataclass(frozen=True)
 class Weight(ABC):
     """An adapted weight of any trainer: its ``name`` in messages, keys of its factors ``a`` and ``b``, and of DoRA's
-    ``magnitude`` vector, if any."""
+    ``magnitude`` vector, if any. It consists of ``matrices`` one after another; one that is ``transposed`` is stored
+    (in, out), and DoRA then scales columns instead of rows."""
 
     name: str
     a: str
     b: str
-    magnitude: str | None = None
-
-    @property
-    def plain(self) -> bool:
-        """The delta is ``scaling * B @ A`` and nothing else. A weight that is not plain is a ``LoRAWeight``."""
-        return True
-
-    @property
-    def transposed(self) -> bool:
-        """The weight is stored (in, out): embeddings and Conv1D. DoRA then scales columns instead of rows."""
-        return False
+    magnitude: str | None = field(default=None, kw_only=True)
+    matrices: ClassVar[int] = 1
+    transposed: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -130,8 +124,12 @@ class Weight(ABC):
         return tuple(key for key in (self.a, self.b, self.magnitude) if key)
 
     def columns(self, shape: tuple[int, ...]) -> int:
-        """Elements of the weight per row; a row is what ``delta_rows`` counts in."""
+        """Elements per row of the matrices."""
         return shape[-1]
+
+    def product(self, factors: Mapping[str, torch.Tensor], number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two matrices whose product, times ``scaling``, is added to matrix ``number``; of whole factors, by key."""
+        return factors[self.b], factors[self.a]
 
 
 @dataclass(frozen=True)
@@ -139,33 +137,45 @@ class LoRAWeight(Weight):
     """One adapted weight or bias, by its HF name: PEFT's layer, the active adapter, and how the factors make the delta.
     Keys are those of the state dict; of a bias there is ``b`` alone, the bias of the B factor."""
 
-    name: str
     layer: Any
     adapter: str
     kind: Kind
-    a: str
-    b: str
-    magnitude: str | None = None
 
     @property
     def scaling(self) -> float:
         return float(self.layer.scaling[self.adapter])
 
     @cached_property
-    def transposed(self) -> bool:
-        return self.kind == "embedding" or (self.kind == "linear" and bool(self.layer.fan_in_fan_out))
+    def matrices(self) -> int:  # type: ignore[override]
+        return int(self.layer.num_experts) if self.kind == "experts" else 1
 
     @cached_property
-    def plain(self) -> bool:
-        """PEFT's own ``Linear``, no subclass, without a variant."""
-        from peft.tuners.lora import Linear
-
-        layer = self.layer
-        ordinary = _class_of(layer) is Linear and layer.lora_variant.get(self.adapter) is None
-        return ordinary and self.kind == "linear" and self.magnitude is None and not self.transposed
+    def transposed(self) -> bool:  # type: ignore[override]
+        if self.kind == "experts":
+            return not self.layer._did_swap_in_out_features
+        return self.kind == "embedding" or (self.kind == "linear" and bool(self.layer.fan_in_fan_out))
 
     def columns(self, shape: tuple[int, ...]) -> int:
-        return shape[-1] if self.kind in ("linear", "embedding") else math.prod(shape[1:])
+        return math.prod(shape[1:]) if self.kind in ("conv", "bias") else shape[-1]
+
+    def product(self, factors: Mapping[str, torch.Tensor], number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of factors A ``(r, in)`` and B ``(out, r)``; of an embedding ``(r, num_embeddings)`` and ``(embedding_dim,
+        r)``; of fused experts ``(E * r, in)`` and ``(out, r * E)``; of a convolution ``(r, in, *kernel)`` and ``(out,
+        r, 1, ...)``; of a bias only B, ``(out,)``.
+
+        Source: ``get_delta_weight`` in ``peft.tuners.lora.layer``, and the handling of ``lora_bias`` in
+        ``Linear.merge``.
+        """
+        b = factors[self.b]
+        if self.kind == "bias":
+            return b.unsqueeze(1), b.new_ones((1, 1))
+        a = factors[self.a]
+        if self.kind == "experts":  # PEFT keeps A expert by expert, but B rank by rank
+            a = a.unflatten(0, (self.matrices, -1))[number]
+            b = b.unflatten(1, (-1, self.matrices))[..., number]
+        elif self.kind == "conv":
+            a, b = a.flatten(1), b.flatten(1)
+        return (a.T, b.T) if self.transposed else (b, a)
 
 
 class Adapters:
@@ -186,37 +196,35 @@ class Adapters:
         refuse_others(model)
         self.weights: list[LoRAWeight] = []
         self.copies: dict[str, str | None] = {}
-        self._modules: list[tuple[str, Any]] = []
+        self._modules: list[tuple[str, Any, tuple[tuple[str, ...], bool, bool]]] = []
         for wrapped, module in model.named_modules():
             if isinstance(module, LoraLayer | ModulesToSaveWrapper):
                 name = clean_name(wrapped)
-                self._modules.append((name, module))
+                self._modules.append((name, module, _state(module)))
                 if isinstance(module, LoraLayer):
                     self.weights += _of_layer(name, module)
                 else:
                     self.copies[plain_name(name)] = _copy_in_use(name, module)
-        self._states = self._look()
 
     def rename(self, rename: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """Gives the weights the names that ``rename`` gives to state-dict keys."""
         named = rename({each.name: each for each in self.weights})
         self.weights = [replace(weight, name=name) for name, weight in named.items()]
 
-    def _look(self) -> list[tuple[tuple[str, ...], bool, bool]]:
-        return [
-            (tuple(each.active_adapters), bool(each.disable_adapters), bool(each.merged_adapters))
-            for _, each in self._modules
-        ]
-
     def check(self) -> None:
         """Raises ValueError, with the name of a module, when other adapters are in use by now."""
-        for (name, _), (active, off, merged), now in zip(self._modules, self._states, self._look(), strict=True):
-            if now != (active, off, merged):
+        for name, module, (active, off, merged) in self._modules:
+            if (now := _state(module)) != (active, off, merged):
                 raise ValueError(
                     f"module {name!r}: in the first sync the active adapters were {active} (switched off: {off}, "
                     f"merged: {merged}), now they are {now[0]} ({now[1]}, {now[2]}), and the engine has the former. Go "
                     "back to these."
                 )
+
+
+def _state(module: Any) -> tuple[tuple[str, ...], bool, bool]:
+    """The adapters that are active, and whether they are switched off or merged."""
+    return tuple(module.active_adapters), bool(module.disable_adapters), bool(module.merged_adapters)
 
 
 def _copy_in_use(name: str, module: Any) -> str | None:
@@ -253,21 +261,17 @@ def _of_layer(name: str, layer: Any) -> Iterator[LoRAWeight]:
         dora = layer.use_dora.get(adapter, False)
         magnitude = f"{name}.lora_magnitude_vector.{adapter}.weight" if dora else None
         parameter = getattr(layer, "parameter_name", None) or "weight"
-        yield LoRAWeight(f"{name}.base_layer.{parameter}", layer, adapter, kind, a, b, magnitude)
+        yield LoRAWeight(f"{name}.base_layer.{parameter}", a, b, layer, adapter, kind, magnitude=magnitude)
         if layer.lora_bias.get(adapter, False):
             bias = f"{name}.lora_B.{adapter}.bias"
-            yield LoRAWeight(f"{name}.base_layer.bias", layer, adapter, "bias", "", bias)
-
-
-def _class_of(layer: Any) -> Any:
-    """The class of a layer; FSDP2 puts one of its own before that."""
-    return next(each for each in type(layer).__mro__ if not issubclass(each, FSDPModule))
+            yield LoRAWeight(f"{name}.base_layer.bias", "", bias, layer, adapter, "bias")
 
 
 def _kind(name: str, layer: Any) -> Kind:
     from peft.tuners.lora.layer import Conv1d, Conv2d, Conv3d, Embedding, Linear, ParamWrapper
 
-    found = _class_of(layer)
+    # FSDP2 puts a class of its own before a layer's
+    found: Any = next(each for each in type(layer).__mro__ if not issubclass(each, FSDPModule))
     if found is ParamWrapper:
         return "experts" if layer.num_experts > 1 else "linear"
     kinds: dict[Any, Kind] = {Linear: "linear", Embedding: "embedding", Conv1d: "conv", Conv2d: "conv", Conv3d: "conv"}

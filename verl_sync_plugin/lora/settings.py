@@ -35,8 +35,6 @@ LEAVE_OUT = f"Leave embedding and head out (see {PREFIX}.exclude_modules)"
 FLAT_LORA_TRAINERS = ("fsdp", "fsdp2")  # verl's strategies that read the flat LoRA keys only
 
 _MODULES = ("target_modules", "exclude_modules", "target_parameters")
-# Key of the block: flat key
-_PAIRS = {**dict(zip(_MODULES, _MODULES, strict=True)), "adapter_path": "lora_adapter_path"}
 # Fields of PEFT's LoraConfig that have a key of their own
 _OWN_KEY = {key: key for key in _MODULES} | {"lora_dropout": "dropout", "lora_alpha": "alpha"}
 _OWN_KEY |= dict.fromkeys(("r", "lora_rank"), "rank")
@@ -63,20 +61,31 @@ def unify(model: Mapping[str, Any], stock: Mapping[str, Any], engine: Rollout) -
     setting that FSDP, PEFT or the engine does not know."""
     block, stock_block = model.get("lora") or {}, stock.get("lora") or {}
     _refuse_pefts_own(block, stock_block)
-    rank = _one(model, block, "rank", "lora_rank", 0, 0)
-    path = _one(model, block, "adapter_path", "lora_adapter_path", None, None)
+
+    def given(key: str, flat: str) -> Any:
+        """The value under either key; ``None`` when under neither."""
+        inner, outer = block.get(key), model.get(flat, stock.get(flat))
+        if not inner or inner == stock_block.get(key):
+            return None if outer == stock.get(flat) else outer
+        if outer not in (stock.get(flat), inner):
+            raise ValueError(
+                f"{PREFIX}.lora.{key}={inner!r} and {PREFIX}.{flat}={outer!r} are both given and differ. "
+                "Remove one of them, or give both the same value."
+            )
+        return inner
+
+    rank, path = given("rank", "lora_rank"), given("adapter_path", "lora_adapter_path")
     if not rank:
         if path is not None:
             raise _fail(f"{PREFIX}.lora_adapter_path", path, "no LoRA rank", f"Set {PREFIX}.lora_rank to the adapter's")
         return {}
-    alphas = stock_block.get("alpha", 32), stock.get("lora_alpha", 16)
-    alpha = _one(model, block, "alpha", "lora_alpha", *alphas)
+    alpha = given("alpha", "lora_alpha")
     if alpha is None:
-        alpha = alphas[0] if block.get("rank") else alphas[1]
-    found: dict[str, Any] = {"lora_rank": rank, "lora_alpha": alpha}
-    for key, flat in _PAIRS.items():
-        given = _one(model, block, key, flat, stock_block.get(key), stock.get(flat))
-        found[flat] = stock.get(flat) if given is None else given
+        alpha = stock_block["alpha"] if block.get("rank") else stock["lora_alpha"]
+    found: dict[str, Any] = {"lora_rank": rank, "lora_alpha": alpha, "lora_adapter_path": path}
+    for key in _MODULES:
+        value = given(key, key)
+        found[key] = stock.get(key) if value is None else value
     targets = found["target_modules"]
     for name in targets if isinstance(targets, list) else []:
         if name.rpartition(".")[2].startswith("linear_"):
@@ -87,10 +96,10 @@ def unify(model: Mapping[str, Any], stock: Mapping[str, Any], engine: Rollout) -
     for field, value in {**{key: found[key] for key in _MODULES}, **found["lora.peft"]}.items():
         _check_value(field, value, block)
     if not block.get("merge"):
-        given = {**found["lora.peft"], **{key: found[key] for key in ("target_parameters", "target_modules")}}
-        if path is not None and isinstance(given["target_modules"], list):
-            del given["target_modules"]  # the adapter has its own
-        engine.refuse_adapter(given, {field: _key_of(field, value, block) for field, value in given.items()})
+        served = {**found["lora.peft"], **{key: found[key] for key in ("target_parameters", "target_modules")}}
+        if path is not None and isinstance(served["target_modules"], list):
+            del served["target_modules"]  # the adapter has its own
+        engine.refuse_adapter(served, {field: _key_of(field, value, block) for field, value in served.items()})
     return found
 
 
@@ -103,19 +112,6 @@ def _key_of(field: str, value: Any, block: Mapping[str, Any]) -> str:
     if field == "use_dora" and block.get("type") == "dora":
         return f"{PREFIX}.lora.type='dora'"
     return f"{PEFT_KEY}.{field}={value!r}"
-
-
-def _one(model: Mapping[str, Any], block: Mapping[str, Any], key: str, flat: str, unset: Any, flat_unset: Any) -> Any:
-    """The value given under either key; ``None`` when under neither."""
-    inner, outer = block.get(key, unset), model.get(flat, flat_unset)
-    if inner == unset or not inner:
-        return None if outer == flat_unset else outer
-    if outer != flat_unset and outer != inner:
-        raise ValueError(
-            f"{PREFIX}.lora.{key}={inner!r} and {PREFIX}.{flat}={outer!r} are both given and differ. "
-            "Remove one of them, or give both the same value."
-        )
-    return inner
 
 
 def _peft_arguments(block: Mapping[str, Any], path: str | None) -> dict[str, Any]:
@@ -155,7 +151,7 @@ def _hint(word: str, known: list[str], otherwise: str) -> str:
 
 def _refuse_pefts_own(block: Mapping[str, Any], stock: Mapping[str, Any]) -> None:
     """Raises ValueError for a field of PEFT's that is given one level too high, where nothing reads it."""
-    for key in block.keys() - stock.keys() - {"peft", *_PAIRS}:
+    for key in block.keys() - stock.keys() - {"peft", "adapter_path", *_MODULES}:
         if key in _OWN_KEY or key in _peft_fields():
             use = f"{PREFIX}.lora.{_OWN_KEY[key]}" if key in _OWN_KEY else f"{PEFT_KEY}.{key}"
             raise _fail(f"{PREFIX}.lora.{key}", block[key], "nothing reads it there", f"Use {use}.")
@@ -174,9 +170,10 @@ def _check_value(field: str, value: Any, block: Mapping[str, Any]) -> None:
     """Raises ValueError for a value that PEFT does not take, or takes for another one; names key, value and remedy."""
     where, kind = _key_of(field, value, block), _peft_fields()[field]
     if not _fits(value, kind):
-        words = [each for each in _choices(kind) if isinstance(each, str)]
+        said = inspect.formatannotation(kind)
+        words = re.findall(r"'(.+?)'", said)  # that a Literal lists
         hint = f"Use [{value}]." if _fits([value], kind) else _hint(str(value), words, "Correct the value.")
-        raise ValueError(f"{where}: PEFT takes {inspect.formatannotation(kind)} there. {hint}")
+        raise ValueError(f"{where}: PEFT takes {said} there. {hint}")
     if field == "init_lora_weights" and value in ("eva", "corda"):
         raise ValueError(f"{where}: PEFT needs data for it, and verl gives it none. Use for example pissa or olora.")
     for pattern in _patterns(field, value):
@@ -191,12 +188,6 @@ def _patterns(field: str, value: Any) -> Iterable[str]:
     if field in (*_MODULES[:2], "layers_pattern") and isinstance(value, str):
         return [value]
     return value or [] if field in (*_NARROWER, "layers_pattern") else []
-
-
-def _choices(kind: Any) -> tuple[Any, ...]:
-    """The values that a type lists."""
-    inside = typing.get_args(kind)
-    return inside if typing.get_origin(kind) is typing.Literal else tuple(c for each in inside for c in _choices(each))
 
 
 def _fits(value: Any, kind: Any) -> bool:

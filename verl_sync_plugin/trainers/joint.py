@@ -29,8 +29,8 @@ from verl_sync_plugin.transport.agreement import Agreement
 class Part:
     """One rank's part of the parameter of this ``name``; ranks with equal places hold the same part. ``views`` are the
     HF tensors that it yields, with this part's shares of them; all parts agree in ``common``, which ``text`` says in
-    words. A ``buffer`` keeps its dtype. ``adapter``: which ranks the factors of an adapted weight are split over, and
-    the adapter's rank."""
+    words. A ``buffer`` keeps its dtype. ``adapter`` of an adapted weight: True if it belongs to experts, and the
+    adapter's rank."""
 
     name: str
     place: tuple[int, ...]
@@ -40,7 +40,7 @@ class Part:
     common: tuple[object, ...] = ()
     text: str = ""
     buffer: bool = False
-    adapter: tuple[str, int] | None = None
+    adapter: tuple[bool, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,6 @@ class JointSource(ParameterSource):
     """Reads what the ranks hold in parts. Before ``shards`` comes ``agree_on_layout``."""
 
     def __init__(self, policy: WirePolicy) -> None:
-        super().__init__()
         self._policy = policy
         self._readings = 0  # of the layout, by all ranks together
         self._bases: list[Base] = []  # empty until the ranks have agreed

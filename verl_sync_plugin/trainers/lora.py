@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
-from itertools import accumulate, pairwise
+from functools import cache, partial
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.copies.packing import chunks_of
 from verl_sync_plugin.layout.tensors import Base, Member, Shard, View
-from verl_sync_plugin.lora.merge import Scratch, Target, add_squares, full_precision, steps_of
+from verl_sync_plugin.lora.merge import Scratch, Target, steps_of, targets_of
 from verl_sync_plugin.lora.peft import Adapters, LoRAWeight, Weight, is_adapter, refuse_incomplete
 from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
 from verl_sync_plugin.transport.agreement import take_part, until
@@ -30,7 +30,7 @@ from verl_sync_plugin.transport.agreement import take_part, until
 # Bytes of whole fp32 factors that are gathered at a time, if one bucket does not need more: every round costs all ranks
 # an exchange over gloo and a collective
 GATHER_BYTES = 64 << 20
-Gathering = Generator[None, None, dict[str, torch.Tensor]]
+Gathering = Generator[None, None, dict[str, torch.Tensor]]  # whole factors, by state-dict key
 Merge = Callable[[torch.Tensor, int], torch.Tensor]  # see ``Shard.merge``
 
 
@@ -49,89 +49,79 @@ def reached(device: torch.device, seconds: float) -> None:
 # begins at the same place of every rank's part.
 
 
-@dataclass(frozen=True)
-class _Factor:
-    """One factor in a batch, by its key of the state dict, with the base whose only tensor it is."""
-
-    key: str
-    base: Base
-
-    @cached_property
-    def block(self) -> int:
-        """Elements of the longest run that a rank holds."""
-        return max(self.base.lengths)
-
-    @cached_property
-    def torn(self) -> bool:
-        """True if a gap follows a run that is not the last."""
-        lengths = self.base.lengths
-        return any(length < self.block and any(lengths[rank + 1 :]) for rank, length in enumerate(lengths))
-
-    def whole(self, blocks: torch.Tensor) -> torch.Tensor:
-        """The factor from the blocks of all ranks, 1-D, one after another; a view unless it is torn."""
-        if self.torn:
-            parts = zip(blocks.split(self.block), self.base.lengths, strict=True)
-            blocks = torch.cat([part[:length] for part, length in parts])
-        else:
-            blocks = blocks[: self.base.numel]
-        shape, strides = self.base.views[0].shape, self.base.views[0].strides
-        return blocks.view(shape) if strides is None else blocks.as_strided(shape, strides)
-
-
 class FactorStore:
     """Gathers factors onto ``device``. ``shards`` are the adapter parameters of this sync, by state-dict key, in the
-    order of the model; how they are laid out is kept from sync to sync."""
+    order of the model, each the only tensor of its base."""
 
     def __init__(self, device: torch.device, timeout_seconds: float) -> None:
         self._device = device
         self._timeout = timeout_seconds
         self.shards: dict[str, Shard] = {}
-        self._batches: dict[tuple[str, ...], tuple[tuple[Base, ...], list[tuple[int, list[_Factor]]]]] = {}
 
     def gather(
-        self, keys: tuple[str, ...], group: dist.ProcessGroup | None, dtype: torch.dtype | None = None
+        self, keys: Sequence[str], group: dist.ProcessGroup | None, dtype: torch.dtype | None = None
     ) -> Gathering:
         """Whole factors, in ``dtype`` or the trainer's. Collective over ``group``, their owners, with the same keys on
-        all ranks; yields right before each collective. Peak device memory: the factors twice, and this rank's part."""
+        all ranks; where there is one, yields once, right before the collectives. Peak device memory: the factors twice,
+        and this rank's part."""
+        together: dict[tuple[int, str], dict[str, Base]] = {}
+        for key in keys:
+            base = self.shards[key].base
+            together.setdefault((len(base.lengths), base.dtype), {})[key] = base
+        batches = []
+        for (world, _), bases in together.items():
+            mine = self._own(bases, dist.get_rank(group) if world > 1 else 0)
+            # Room for all parts is made here: a rank that lacks it says so before others wait in a collective
+            parts = mine.unsqueeze(0) if world == 1 else mine.new_empty((world, mine.numel()))
+            batches.append((bases, mine, parts))
+        if group is not None:
+            yield
+        for _, mine, parts in batches:
+            if len(parts) > 1:
+                work = dist.all_gather_into_tensor(parts.view(-1), mine, group=group, async_op=True)
+                take_part(work, self._device, self._timeout)
         found: dict[str, torch.Tensor] = {}
-        for world, factors in self._laid_out(keys):
-            joined = yield from self._join(world, factors, group)
-            blocks = joined.to(dtype or joined.dtype).split([world * factor.block for factor in factors])
-            found.update({factor.key: factor.whole(block) for factor, block in zip(factors, blocks, strict=True)})
+        for bases, _, parts in batches:
+            sizes = [_block(base) for base in bases.values()]
+            joined = _joined(parts, sizes)
+            blocks = joined.to(dtype or joined.dtype).split([len(parts) * size for size in sizes])
+            found.update((key, _whole(base, each)) for (key, base), each in zip(bases.items(), blocks, strict=True))
         return found
 
-    def _join(
-        self, world: int, factors: list[_Factor], group: dist.ProcessGroup | None
-    ) -> Generator[None, None, torch.Tensor]:
-        """The blocks of all ranks factor by factor, 1-D."""
-        rank = dist.get_rank(group) if world > 1 else 0
+    def _own(self, bases: Mapping[str, Base], rank: int) -> torch.Tensor:
+        """This rank's blocks, factor by factor, 1-D."""
         pieces = []
-        for factor in factors:
-            pieces.append(self.shards[factor.key].local())
-            if gap := factor.block - factor.base.lengths[rank]:
+        for key, base in bases.items():
+            pieces.append(self.shards[key].local())
+            if gap := _block(base) - base.held(rank):
                 pieces.append(pieces[-1].new_zeros(gap))
-        mine = torch.cat(pieces).to(self._device)
-        if world == 1:
-            return mine
-        parts = mine.new_empty((world, mine.numel()))
-        yield
-        work = dist.all_gather_into_tensor(parts.view(-1), mine, group=group, async_op=True)
-        take_part(work, self._device, self._timeout)
-        sizes, joined = [factor.block for factor in factors], parts.new_empty(parts.numel())
-        places = [blocks.view(world, -1) for blocks in joined.split([world * size for size in sizes])]
-        torch.split_with_sizes_copy(parts, sizes, dim=1, out=places)
-        return joined
+        return torch.cat(pieces).to(self._device)
 
-    def _laid_out(self, keys: tuple[str, ...]) -> list[tuple[int, list[_Factor]]]:
-        """Factors that travel together: of one dtype, with equally many owners."""
-        bases = tuple(self.shards[key].base for key in keys)
-        known = self._batches.get(keys)
-        if known is None or known[0] != bases:
-            together: dict[tuple[int, str], list[_Factor]] = {}
-            for key, base in zip(keys, bases, strict=True):
-                together.setdefault((len(base.lengths), base.dtype), []).append(_Factor(key, base))
-            known = self._batches[keys] = bases, [(world, factors) for (world, _), factors in together.items()]
-        return known[1]
+
+def _block(base: Base) -> int:
+    """Elements of the longest run of a factor that a rank holds."""
+    return max(base.lengths)
+
+
+def _joined(parts: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """The blocks of all ranks, factor by factor, 1-D, from each rank's ``parts``; ``sizes`` are those of the blocks."""
+    world = len(parts)
+    if world == 1:
+        return parts[0]
+    joined = parts.new_empty(parts.numel())
+    places = [blocks.view(world, -1) for blocks in joined.split([world * size for size in sizes])]
+    torch.split_with_sizes_copy(parts, sizes, dim=1, out=places)
+    return joined
+
+
+def _whole(base: Base, blocks: torch.Tensor) -> torch.Tensor:
+    """A factor from the blocks of all ranks, 1-D, one after another; a view unless there are gaps between its runs."""
+    lengths, block = base.lengths, _block(base)
+    if any(length < block and any(lengths[rank + 1 :]) for rank, length in enumerate(lengths)):
+        blocks = torch.cat([part[:length] for part, length in zip(blocks.split(block), lengths, strict=True)])
+    shape, strides = base.views[0].shape, base.views[0].strides
+    whole = blocks[: base.numel]
+    return whole.view(shape) if strides is None else whole.as_strided(shape, strides)
 
 
 # ---- the merge
@@ -139,7 +129,8 @@ class FactorStore:
 
 class Merging(ParameterSource):
     """A source that merges while it is packed, if it ``merges`` at all; every trainer's. ``factors`` are those of this
-    sync, as shards; ``gathered`` are whole factors that are there now, by state-dict key."""
+    sync, as shards; ``gathered`` are whole factors that are there now, by state-dict key; ``scales``: see
+    ``Scratch.merge``."""
 
     _gather_bytes = GATHER_BYTES
 
@@ -151,7 +142,7 @@ class Merging(ParameterSource):
         self.factors = FactorStore(device, timeout_seconds)
         self._prepared: frozenset[int] = frozenset()
         self.gathered: dict[str, torch.Tensor] = {}
-        self._scales: dict[str, torch.Tensor] = {}
+        self.scales: dict[str, torch.Tensor] = {}
 
     @property
     def prepares(self) -> bool:
@@ -166,13 +157,9 @@ class Merging(ParameterSource):
         """Bytes of the whole factors of a base, in fp32; the same on every rank."""
 
     @abstractmethod
-    def gather(self, bases: tuple[int, ...]) -> Gathering:
-        """Whole factors for these bases, in fp32. Collective; yields right before each collective."""
-
-    def scales(self, bases: tuple[int, ...]) -> Gathering:
-        """DoRA's scales of the weights in these bases, by name. Collective, after ``gather``."""
-        yield from ()
-        return {}
+    def gather(self, bases: tuple[int, ...]) -> Generator[None, None, None]:
+        """Adds whole factors for these bases, in fp32, to ``gathered``, and DoRA's scales of the weights in them, by
+        name, to ``scales``. Collective; yields right before each collective."""
 
     def release(self) -> None:
         self.factors.shards.clear()
@@ -181,7 +168,7 @@ class Merging(ParameterSource):
         super().release()
 
     def _forget(self) -> None:
-        self._prepared, self.gathered, self._scales = frozenset(), {}, {}
+        self._prepared, self.gathered, self.scales = frozenset(), {}, {}
 
     def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
         """Gathers the factors of every adapted weight in these bases, and DoRA's norms; those of the next buckets as
@@ -197,21 +184,20 @@ class Merging(ParameterSource):
                 break
             together |= new
         chosen = tuple(sorted(together))
-        self.gathered = yield from self.gather(chosen)
-        self._scales = yield from self.scales(chosen)
+        yield from self.gather(chosen)
         self._prepared = frozenset(chosen)  # last: what a failure leaves is no preparation
 
     def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
         weights = [weight for base in bases for weight in self.weights_in(base)]
         return [(key, self.factors.shards[key].local) for weight in weights for key in weight.keys]
 
-    def merger(self, targets: tuple[Target, ...], first: int) -> Merge:
+    def merger(self, targets: Sequence[Target], first: int) -> Merge:
         """Returns what merges ``targets`` into parts of a run that begins at element ``first`` of the base (see
         ``Shard.merge``). How each part is merged is worked out once."""
         steps = cache(partial(steps_of, targets))
 
         def merge(part: torch.Tensor, begin: int) -> torch.Tensor:
-            return self._scratch.merge(part, steps(first + begin, part.numel()), self.gathered, self._scales)
+            return self._scratch.merge(part, steps(first + begin, part.numel()), self.gathered, self.scales)
 
         return merge
 
@@ -304,8 +290,8 @@ class MergingSource(Merging):
     False for an engine that serves the adapter itself, and gets the base as it is.
 
     Peak device memory next to the buckets: ``GATHER_BYTES``, or the factors of one bucket's weights where those are
-    larger, twice, and this rank's part of them once more; in fp32 ``LONGEST_CHUNK`` elements and two rows; of weights
-    that are not ``plain`` three times ``LONGEST_CHUNK`` elements, and of fused experts at least one whole expert.
+    larger, twice, and this rank's part of them once more; in fp32 ``LONGEST_CHUNK`` elements and two rows, and with
+    DoRA as many once more.
     """
 
     def __init__(
@@ -317,7 +303,6 @@ class MergingSource(Merging):
         self._weights = {weight.name: weight for weight in adapters.weights}
         self.exported: list[tuple[Shard, tuple[Target, ...]]] = []  # what travels, and what is merged into it
         self._recipes: dict[str, _Recipe] = {}
-        self._sizes: dict[str, int] = {}
         self._checked = False
 
     def release(self) -> None:
@@ -334,7 +319,7 @@ class MergingSource(Merging):
             recipe = self._recipes.get(shard.base.key)
             if recipe is None or recipe.base is not shard.base:
                 recipe = self._recipes[shard.base.key] = self._recipe(shard)
-                self._checked, self._sizes = False, {}
+                self._checked = False
             self.factors.shards.update((name, part.of(shard)) for name, part in recipe.factors)
             for piece, targets, merge in recipe.exported:
                 self.exported.append((piece.of(shard, merge), targets))
@@ -357,7 +342,7 @@ class MergingSource(Merging):
         return recipe
 
     def _targets(self, part: Excerpt) -> tuple[Target, ...]:
-        found: dict[int, Target] = {}
+        found: dict[int, list[Target]] = {}
         for member in part.members:
             weight = self._weights.get(member.name)
             if weight is not None:
@@ -366,30 +351,24 @@ class MergingSource(Merging):
                         f"LoRA weight {member.name!r} of shape {member.shape} has strides {member.strides}: weight "
                         f"sync merges into contiguous weights. Make it contiguous() in the model, or {TURN_OFF}."
                     )
-                found.setdefault(member.start, Target(weight, member.start, member.shape))
-        return tuple(found.values())
+                found.setdefault(member.start, targets_of(weight, member.start, member.shape))
+        return tuple(chain(*found.values()))
 
     def weights_in(self, base: int) -> list[Weight]:
-        return [target.weight for target in self.exported[base][1]]
+        return list({target.weight.name: target.weight for target in self.exported[base][1]}.values())
 
     def factor_bytes(self, base: int) -> int:
-        weights = self.weights_in(base)
-        for weight in weights:
-            if weight.name not in self._sizes:
-                numel = sum(self.factors.shards[key].base.numel for key in weight.keys)
-                self._sizes[weight.name] = numel * torch.float32.itemsize
-        return sum(self._sizes[weight.name] for weight in weights)
+        keys = (key for weight in self.weights_in(base) for key in weight.keys)
+        return sum(self.factors.shards[key].base.numel for key in keys) * torch.float32.itemsize
 
-    def gather(self, bases: tuple[int, ...]) -> Gathering:
-        keys = dict.fromkeys(key for base in bases for weight in self.weights_in(base) for key in weight.keys)
-        return self.factors.gather(tuple(keys), self.group, torch.float32)
-
-    def scales(self, bases: tuple[int, ...]) -> Gathering:
-        """Magnitude over norm; a row may be spread over ranks, so the squares are summed over all of them."""
-        parts = [self.exported[base] for base in bases]
+    def gather(self, bases: tuple[int, ...]) -> Generator[None, None, None]:
+        """A row may be spread over ranks, so the squares of its norm are summed over all of them."""
+        keys = tuple(dict.fromkeys(key for base in bases for weight in self.weights_in(base) for key in weight.keys))
+        self.gathered = yield from self.factors.gather(keys, self.group if keys else None, torch.float32)
+        parts = (self.exported[base] for base in bases)
         todo = [(shard, target) for shard, targets in parts for target in targets if target.weight.magnitude]
         if not todo:
-            return {}
+            return
         sums = torch.zeros(sum(target.scales for _, target in todo), device=self._device)
         pieces = sums.split([target.scales for _, target in todo])
         for (shard, target), piece in zip(todo, pieces, strict=True):
@@ -399,16 +378,13 @@ class MergingSource(Merging):
         if self.group is not None:
             yield
             take_part(dist.all_reduce(sums, group=self.group, async_op=True), self._device, self._timeout)
-        magnitudes = (self.gathered[target.weight.magnitude or ""] for _, target in todo)
-        return {
-            target.weight.name: magnitude.reshape(-1) / piece.sqrt()
-            for (_, target), magnitude, piece in zip(todo, magnitudes, pieces, strict=True)
-        }
+        for (_, target), piece in zip(todo, pieces, strict=True):
+            magnitude = self.gathered[target.weight.magnitude or ""]
+            self.scales[target.weight.name] = magnitude.reshape(-1) / piece.sqrt()
 
     def _add_squares(self, shard: Shard, target: Target, sums: torch.Tensor) -> None:
         run, first = shard.local(), shard.base.first(self.rank)
         for begin, count in chunks_of(run.numel()):
             if target.overlaps(first + begin, count):
-                copied = run[begin : begin + count].to(self._device, torch.float32, copy=True)
-                with full_precision():
-                    add_squares(copied, first + begin, target, self.gathered, sums)
+                part = run[begin : begin + count].to(self._device, non_blocking=True)
+                self._scratch.add_squares(part, steps_of([target], first + begin, count), self.gathered, sums)

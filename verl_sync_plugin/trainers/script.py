@@ -100,23 +100,16 @@ class ScriptTrainer(TrainerBackend):
         given, self._inner = self.engine, None
         if isinstance(given.source, Mapping):
             tied = frozenset(("lm_head.weight",) if given.config.get("tie_word_embeddings") else ())
-            read = partial(getattr, given, "source")
             naming = Naming(self.policy, verl_rewrite(given.config.get("model_type")), unsaved=tied)
             if given.kind == STATE_DICT:
-                return StateDictSource(read, naming)
-            return PlacedSource(lambda: state_boxes(read(), naming), self.policy)
+                return StateDictSource(lambda: given.source, naming)
+            return PlacedSource(lambda: state_boxes(given.source, naming), self.policy)
         if given.kind == PLACED:
             model = unwrapped(given.source)
-            naming = Naming(
-                self.policy,
-                checkpoint_rewrite(model),
-                lambda state: convert_weight_keys(state, model),
-                unsaved_of(model),
-            )
+            rename = partial(convert_weight_keys, model=model)
+            naming = Naming(self.policy, checkpoint_rewrite(model), rename, unsaved_of(model))
             parameters = naming.parameters_of(model)
-            return PlacedSource(
-                lambda: state_boxes(naming.rename(dict(model.state_dict())), naming, parameters), self.policy
-            )
+            return PlacedSource(lambda: state_boxes(rename(model.state_dict()), naming, parameters), self.policy)
         engine: Any = given.source
         if isinstance(engine, torch.nn.Module):
             module = engine.module if isinstance(engine, DistributedDataParallel) else engine

@@ -120,7 +120,6 @@ class StreamSource(ParameterSource):
     the one before was broken off, so that nothing which ranks have exchanged in part is used again."""
 
     def __init__(self, open_stream: Callable[[bool], Stream], policy: WirePolicy, timeout_seconds: float) -> None:
-        super().__init__()
         self._open = open_stream
         self._policy = policy
         self._guard = Guard(timeout_seconds)

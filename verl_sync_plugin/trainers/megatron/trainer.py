@@ -22,16 +22,15 @@ from verl_sync_plugin import log
 from verl_sync_plugin.config.refusals import refuse_first, refuse_megatron_lora
 from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.layout.tensors import Base, Shard, View
-from verl_sync_plugin.lora.merge import Target
+from verl_sync_plugin.lora.merge import targets_of
 from verl_sync_plugin.lora.peft import Weight
 from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, TrainerBackend, WirePolicy, dtype_name
 from verl_sync_plugin.trainers.joint import JointSource, RankLayout
-from verl_sync_plugin.trainers.lora import Gathering, Merge, Merging
+from verl_sync_plugin.trainers.lora import Merge, Merging
 from verl_sync_plugin.trainers.megatron.bridge import BridgeReader, NotACopyError
 from verl_sync_plugin.trainers.megatron.model import HeldTensor, ModelTensors, flat, unwrapped
 from verl_sync_plugin.trainers.megatron.stream import Guard, Stream, StreamSource
 
-_KINDS = ("", "tensor", "expert")  # by whose ranks the factors of a weight are split
 _PLAIN = ("ParallelLinearAdapter", "GroupedExpertLinearAdapter")
 
 
@@ -95,9 +94,6 @@ class AdaptedWeight(Weight):
     ``ModelTensors.tensors``; ``expert`` is their index in those of several experts (``None``: a factor is a matrix).
     ``experts``: it belongs to experts, whose factors are split by expert tensor parallelism."""
 
-    name: str
-    a: str
-    b: str
     place_a: int
     place_b: int
     expert: int | None
@@ -150,7 +146,7 @@ class MegatronSource(Merging, JointSource):
             return RankLayout((), groups, str(error))
         self._places = {name: place for place, name in names.items()}
         parts = (
-            replace(part, adapter=(_kind(weight), weight.rank)) if (weight := self._weights.get(part.name)) else part
+            replace(part, adapter=(weight.experts, weight.rank)) if (weight := self._weights.get(part.name)) else part
             for part in found.values()
         )
         return RankLayout(tuple(parts), groups)
@@ -196,7 +192,7 @@ class MegatronSource(Merging, JointSource):
         tensor, weight = self._model.tensors[self._places[name]], self._weights.get(name)
         home = self._home(tensor)
         if weight is not None and name not in self._mergers:
-            self._mergers[name] = self.merger((Target(weight, 0, tuple(tensor.shape)),), 0)
+            self._mergers[name] = self.merger(targets_of(weight, 0, tuple(tensor.shape)), 0)
         run = None if home is not None else tensor
         return Shard(base, partial(flat, tensor, home), self._mergers.get(name), run=run)
 
@@ -208,45 +204,23 @@ class MegatronSource(Merging, JointSource):
         part = self._parts[base]
         return 0 if part.adapter is None else part.adapter[1] * sum(part.shape) * torch.float32.itemsize
 
-    def gather(self, bases: tuple[int, ...]) -> Gathering:
-        """Every rank yields once for each kind of which any has something to gather."""
-        found: dict[str, torch.Tensor] = {}
+    def gather(self, bases: tuple[int, ...]) -> Generator[None, None, None]:
+        """Every rank yields once for each group over which any has something to gather."""
         parts = [self._parts[base] for base in bases]
-        for kind in _KINDS:
-            names = [part.name for part in parts if part.adapter is not None and part.adapter[0] == kind]
+        for experts in (False, True):
+            names = [part.name for part in parts if part.adapter is not None and part.adapter[0] == experts]
             if names:
-                mine = [self._weights[name] for name in names if name in self._weights]
+                mine = (self._weights[name] for name in names if name in self._weights)
                 keys = tuple(dict.fromkeys(key for weight in mine for key in weight.keys))
-                work = self.factors.gather(keys, _group(kind), torch.float32)
-                got = _advance(work)  # up to its collective
-                if kind:
-                    yield
-                if got is None:
-                    got = _advance(work)
-                assert got is not None, "factors that are split over one group have one dtype"
-                found.update(got)
-        return found
+                self.gathered |= yield from self.factors.gather(keys, _group(experts), torch.float32)
 
 
-def _advance(work: Gathering) -> dict[str, torch.Tensor] | None:
-    """Goes on to the next collective; returns the result when there is none left."""
-    try:
-        next(work)
-    except StopIteration as end:
-        return end.value
-    return None
-
-
-def _group(kind: str) -> dist.ProcessGroup | None:
+def _group(experts: bool) -> dist.ProcessGroup | None:
+    """The ranks that share out the factors of a weight of experts, or of any other; ``None`` where there is one."""
     from megatron.core import parallel_state as mpu
 
-    groups = {"tensor": mpu.get_tensor_model_parallel_group, "expert": mpu.get_expert_tensor_parallel_group}
-    return groups[kind]() if kind else None
-
-
-def _kind(weight: AdaptedWeight) -> str:
-    kind = _KINDS[1 + weight.experts]
-    return kind if dist.get_world_size(_group(kind)) > 1 else ""
+    group = mpu.get_expert_tensor_parallel_group() if experts else mpu.get_tensor_model_parallel_group()
+    return group if dist.get_world_size(group) > 1 else None
 
 
 def adapted_weights(model: ModelTensors, names: dict[int, str]) -> Iterator[AdaptedWeight]:
