@@ -155,7 +155,8 @@ class SeparateLLMServerClient(FullyAsyncLLMServerClient, _Outliving):
     the version with which a response began; verl's is that with which its first part ended."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        _first_versions.set(noted := [])
+        noted: list[Any] = []
+        _first_versions.set(noted)
         output = await super().generate(*args, **kwargs)
         if noted[0] is not None:
             output.extra_fields["min_global_steps"] = noted[0]
