@@ -134,10 +134,12 @@ class SyncReport:
             self.spans_left_out += 1
 
     def put_before(self, earlier: SyncReport) -> None:
-        """Takes over the stages of what came right before."""
+        """Takes over the stages and released memory of what came right before."""
         names = {**earlier.stages, **self.stages}
         self.stages = {name: earlier.stages.get(name, 0.0) + self.stages.get(name, 0.0) for name in names}
         self.spans = [*earlier.spans, *self.spans]
+        self.emptied_caches += earlier.emptied_caches
+        self.released_bytes += earlier.released_bytes
 
     @property
     def phase_seconds(self) -> float:
@@ -245,15 +247,16 @@ def progress(report: SyncReport, speaks: bool) -> Iterator[None]:
         while not over.wait(EVERY_SECONDS):
             say(progress_line(report, time.monotonic() - started))
 
+    if not speaks:
+        yield
+        return
     thread = threading.Thread(target=watch, name="sync progress", daemon=True)
-    if speaks:
-        thread.start()
+    thread.start()
     try:
         yield
     finally:
         over.set()
-        if speaks:
-            thread.join()
+        thread.join()
 
 
 def progress_line(report: SyncReport, seconds: float) -> str:

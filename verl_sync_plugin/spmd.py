@@ -39,7 +39,6 @@ Prompts = Sequence[Sequence[int]] | torch.Tensor
 Answered = tuple[list[int], list[float], str]
 TP = "tp"  # the name of the mesh dimension over which an engine is sharded
 ROUND_SECONDS = 1.0
-HostAndGpu = tuple[str, str]  # a rank's host, and its GPU as ``CUDA_VISIBLE_DEVICES`` calls it there ("" on a CPU)
 
 
 class SpmdShardingManager(ShardingManager):
@@ -271,8 +270,7 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
                     self._ask("abort")
                 raise
             with agreement.attempt():
-                if self._group is not None:
-                    dist.broadcast_object_list(answered, src=self.ranks[0], group=self._group)
+                dist.broadcast_object_list(answered, src=self.ranks[0], group=self._group)
             agreement.settle("sharing the responses")
         return padded(request[0], answered[0], pad_token_id, self._version, self.device)
 
@@ -356,9 +354,9 @@ def _whole(value: Any, least: int) -> bool:
 
 def make_groups(
     agreement: Agreement, ranks: tuple[int, ...], device: torch.device, timeout_seconds: float
-) -> tuple[Sequence[str], dist.ProcessGroup | None]:
-    """Makes the gloo groups of all engines with several ranks. Collective over the world. Returns the GPUs of this
-    rank's engine, in tensor-parallel order (none on a CPU), and its group."""
+) -> tuple[Sequence[str], dist.ProcessGroup]:
+    """Makes the gloo groups of all engines. Collective over the world. Returns the GPUs of this rank's engine, in
+    tensor-parallel order (none on a CPU), and its group."""
     name = ""
     if device.type == "cuda":
         visible, index = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip(), device.index or 0
@@ -366,17 +364,14 @@ def make_groups(
     gathered = agreement.gather("finding the engines' ranks", (ranks, (socket.gethostname(), name)))
     everywhere, places = zip(*gathered, strict=True)
     agreement.step("looking at the engines' ranks", lambda: check_groups(everywhere, places))
-    mine: dist.ProcessGroup | None = None
     timeout = timedelta(seconds=together_seconds(timeout_seconds))
-    for members in sorted(set(everywhere)):
-        if len(members) > 1:
-            group = dist.new_group(list(members), backend="gloo", timeout=timeout)
-            mine = group if members == ranks else mine
-    return [places[rank][1] for rank in ranks if places[rank][1]], mine
+    group, _ = dist.new_subgroups_by_enumeration([list(each) for each in sorted(set(everywhere))], timeout, "gloo")
+    return [places[rank][1] for rank in ranks if places[rank][1]], group
 
 
-def check_groups(everywhere: Sequence[tuple[int, ...]], places: Sequence[HostAndGpu]) -> None:
-    """Refuses engines that overlap, spread over hosts, or share a GPU; ``everywhere``: the engine's ranks, by rank."""
+def check_groups(everywhere: Sequence[tuple[int, ...]], places: Sequence[tuple[str, str]]) -> None:
+    """Refuses engines that overlap, spread over hosts, or share a GPU. By rank: ``everywhere``, the engine's ranks;
+    ``places``, the host, and the GPU as ``CUDA_VISIBLE_DEVICES`` calls it there ("" on a CPU)."""
     for rank, ranks in enumerate(everywhere):
         if rank not in ranks or any(everywhere[other] != ranks for other in ranks):
             raise ValueError(f"the ranks of one engine disagree: rank {rank} says {ranks}. Use one mesh on all ranks.")

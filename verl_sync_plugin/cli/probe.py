@@ -312,13 +312,11 @@ def check_model(config: Any, overrides: Sequence[str]) -> list[Finding]:
 
 
 def _folder_of(path: str) -> str | None:
-    if (folder := Path(path).expanduser()).joinpath("config.json").is_file():
-        return str(folder)
-    from huggingface_hub import try_to_load_from_cache
+    from transformers.utils import cached_file
 
-    with contextlib.suppress(ValueError):  # no name of the Hub's
-        if isinstance(found := try_to_load_from_cache(path, "config.json"), str):
-            return str(Path(found).parent)
+    with contextlib.suppress(OSError):
+        if found := cached_file(os.path.expanduser(path), "config.json", local_files_only=True):
+            return os.path.dirname(found)
     return None
 
 

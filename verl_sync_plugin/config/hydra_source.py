@@ -32,10 +32,11 @@ def not_given(default: Any) -> str:
     return f"${{oc.decode:'{default}'}}"
 
 
-def given(section: Any, key: str, default: Any) -> bool:
-    """True if somebody has given ``key``, in a section of a composed config of which nothing is resolved yet."""
+def given(section: Any, key: str, default: Any, resolved: bool = False) -> bool:
+    """True if somebody has given ``key``, in a section of a composed config. Once that is ``resolved``, whoever gives
+    the default seems to have given nothing."""
     raw: Any = OmegaConf.to_container(section, resolve=False)
-    return bool(raw[key] != not_given(default))
+    return bool(raw[key] != (default if resolved else not_given(default)))
 
 
 def verl_configs() -> Path:

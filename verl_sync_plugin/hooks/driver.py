@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from verl.workers.config import CheckpointEngineConfig, RolloutConfig
@@ -82,6 +83,11 @@ def settle(config: DictConfig, overrides: Sequence[str] = (), program: str = "",
     return "weight sync on"
 
 
+def is_on(rollout: Any) -> bool:
+    """True if the plugin serves the engine of a rollout config (dataclass or DictConfig), and is not switched off."""
+    return rollout.get("name", None) in ROLLOUTS and sync_config_of(rollout).enabled
+
+
 def syncs(actor_rollout_ref: Any) -> bool:
     """True if the plugin is on for this trainer and a rollout that it serves."""
     rollout = actor_rollout_ref.rollout
@@ -93,11 +99,11 @@ def syncs(actor_rollout_ref: Any) -> bool:
 
 def backend_of(rollout: Any) -> str:
     """verl's ``checkpoint_engine.backend``, by which trainer and rollout are colocated (``naive``) or separate."""
-    return str(OmegaConf.select(rollout, "checkpoint_engine.backend", default="naive"))
+    return str(section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine").get("backend", "naive"))
 
 
 def moves(rollout: Any) -> bool:
-    """True if the weights travel by the plugin, and not by another of verl's checkpoint engines."""
+    """True if the weights travel by the plugin; verl's other checkpoint engines keep their own transfer."""
     return backend_of(rollout) in ("naive", SEPARATE_BACKEND)
 
 
@@ -176,9 +182,7 @@ def leave_to_verl(rollout: DictConfig, resolved: bool) -> None:
         if rollout.get("_target_") == hydra_source.TARGET:
             if OmegaConf.is_dict(rollout.checkpoint_engine):
                 _settle_buckets(rollout, resolved, syncs=False)
-            if (resolved and rollout.multi_stage_wake_up is True) or not hydra_source.given(
-                rollout, "multi_stage_wake_up", True
-            ):
+            if not hydra_source.given(rollout, "multi_stage_wake_up", True, resolved):
                 rollout.multi_stage_wake_up = stock.multi_stage_wake_up
             rollout._target_ = stock._target_
             rollout.pop("update_weights_bucket_megabytes", None)
@@ -194,7 +198,7 @@ def _settle_buckets(rollout: DictConfig, resolved: bool, syncs: bool) -> None:
     engine, key = rollout.checkpoint_engine, "update_weights_bucket_megabytes"
     short, long = given_value(rollout, key, SHORT_BUCKET_KEY), given_value(engine, key, LONG_BUCKET_KEY)
     stock = hydra_source.stock_rollout().checkpoint_engine[key]
-    given = long != stock if resolved else hydra_source.given(engine, key, stock)
+    given = hydra_source.given(engine, key, stock, resolved)
     rollout[key], engine[key] = settled_megabytes(short, long, given, stock, syncs)
 
 
@@ -238,8 +242,7 @@ class SyncRolloutConfig(RolloutConfig):
         # No driver has settled these where a program of the user's has composed the config, or a multirun
         engine, stock = self.checkpoint_engine, CheckpointEngineConfig().update_weights_bucket_megabytes
         long = engine.update_weights_bucket_megabytes
-        syncs = self.name in ROLLOUTS and sync_config_of(self).enabled
-        short, long = settled_megabytes(self.update_weights_bucket_megabytes, long, long != stock, stock, syncs)
+        short, long = settled_megabytes(self.update_weights_bucket_megabytes, long, long != stock, stock, is_on(self))
         object.__setattr__(self, "update_weights_bucket_megabytes", short)  # the configs are frozen
         object.__setattr__(engine, "update_weights_bucket_megabytes", long)
         check_rollout(self)
@@ -255,7 +258,7 @@ class SyncRolloutConfig(RolloutConfig):
 
 def check_rollout(rollout: Any) -> None:
     """Checks all keys of a rollout config (dataclass or settled DictConfig)."""
-    if rollout.get("name", None) not in ROLLOUTS or not sync_config_of(rollout).enabled:
+    if not is_on(rollout):
         return
     engine = section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine")
     check_bucket_megabytes(
@@ -263,7 +266,7 @@ def check_rollout(rollout: Any) -> None:
         given_value(engine, "update_weights_bucket_megabytes", LONG_BUCKET_KEY),
     )
     refuse_values(PREFIX, rollout)
-    if engine.get("backend", "naive") in ("naive", SEPARATE_BACKEND):  # the others keep verl's own transfer
+    if moves(rollout):
         rollout_of(rollout.get("name")).refuse_keys(rollout)
 
 
@@ -271,16 +274,12 @@ class CheckKeys(Callback):
     """Settles our keys in the driver, before Ray starts. Hazard: Hydra turns an exception of a callback into a warning
     and goes on, so everything leaves as ``SystemExit``."""
 
-    def __init__(self) -> None:
-        self._settled = False
-
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         self._settle(config)
-        self._settled = True
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Checks the config of a multirun's job; the task has a copy of it already, so nothing can be changed here."""
-        if not self._settled:
+        if config.hydra.mode != RunMode.RUN:
             self._settle(deepcopy(config), config)
 
     def _settle(self, config: DictConfig, unsettled: DictConfig | None = None) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -59,16 +59,16 @@ class SyncCheckpointEngine(CheckpointEngine):
         self._dtype, self._rollout = dtype, rollout
         self._trainer = is_master is not None
         self._first = bool(is_master)
-        self._membership: Membership | None = None
         self._manager: SeparateTrainer | None = None
         if self._trainer:
             take_over(True)
 
+    @cached_property
+    def _membership(self) -> Membership:
+        return Membership(trainer_device(), self._trainer, self._first, self._config.timeout_seconds)
+
     def prepare(self, **more: Any) -> Member:
         say_unused("prepare", more)
-        if self._membership is None:
-            seconds = self._config.timeout_seconds
-            self._membership = Membership(trainer_device(), self._trainer, self._first, seconds)
         return self._membership.describe()
 
     @classmethod
@@ -81,7 +81,6 @@ class SyncCheckpointEngine(CheckpointEngine):
     def init_process_group(self, rank: int, members: tuple[Member, ...], **more: Any) -> None:
         """Collective: makes the group again where somebody has come, gone or been lost."""
         say_unused("init_process_group", more)
-        assert self._membership is not None, "prepare() comes first"
         if self._membership.join(rank, members):
             say(f"separate sync: rank {rank} of {len(members)}, {members[rank]}")
 
@@ -95,7 +94,7 @@ class SyncCheckpointEngine(CheckpointEngine):
         from verl_sync_plugin.sync.separate import manager_of
 
         say_unused("send_weights", more)
-        assert self._membership is not None and self._membership.ranks is not None, "init_process_group() comes first"
+        assert self._membership.ranks is not None, "init_process_group() comes first"
         # Here and not in our worker, since one_step_off and fully_async make verl's own
         with ExitStack() as later, self._membership.taking_part():
             # Hazard: a failed sync may leave NCCL hanging on the stream, where offloading would wait for it without a
@@ -121,7 +120,7 @@ class SyncCheckpointEngine(CheckpointEngine):
         from verl_sync_plugin.sync.endpoint import RolloutEndpoint
         from verl_sync_plugin.sync.separate import SeparateTrainer
 
-        assert self._membership is not None, "joined"
+        assert self._membership.ranks is not None, "joined"
         backend = get_sharding_manager(weights.trainer, self._rollout).backend
         nobody = RolloutEndpoint(rollout_of(self._rollout), None)
         return SeparateTrainer(
@@ -132,7 +131,7 @@ class SyncCheckpointEngine(CheckpointEngine):
     def receive_weights(self, global_steps: int | None = None, **more: Any) -> Membership:
         """verl passes the result, unread, to our rollout adapter in place of a weight stream."""
         say_unused("receive_weights", more)
-        assert self._membership is not None and self._membership.ranks is not None, "init_process_group() comes first"
+        assert self._membership.ranks is not None, "init_process_group() comes first"
         return self._membership
 
 

@@ -16,10 +16,9 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 
 from verl_sync_plugin.config.settings import KEY_PREFIX, PREFIX, SEPARATE_BACKEND, SHARES_GPU, sync_config_of
 from verl_sync_plugin.errors import HalfWrittenError
-from verl_sync_plugin.hooks.driver import backend_of, settle
+from verl_sync_plugin.hooks.driver import backend_of, is_on, settle
 from verl_sync_plugin.log import say
 from verl_sync_plugin.report import ACTIVE, expect_metrics, metrics_of, timing_of
-from verl_sync_plugin.rollouts import ROLLOUTS
 
 PROBS_DIFF, PROBS_VALID = "training/rollout_probs_diff_mean", "training/rollout_probs_diff_valid"
 
@@ -36,7 +35,7 @@ class SyncTrainerMixin:
             say(f"task runner: {line}")
         super()._init_resource_pool_mgr(**more)  # type: ignore[misc]
         rollout = self.config.actor_rollout_ref.rollout
-        if rollout.get("name") not in ROLLOUTS or not sync_config_of(rollout).enabled:
+        if not is_on(rollout):
             return
         take_workers(self.role_worker_mapping)
         reward = self.config.reward.reward_model
@@ -93,9 +92,7 @@ class SyncTrainerMixin:
 
 def syncs_separate(rollout: Any) -> bool:
     """True if the plugin syncs a rollout on GPUs of its own."""
-    return (
-        rollout.get("name") in ROLLOUTS and backend_of(rollout) == SEPARATE_BACKEND and sync_config_of(rollout).enabled
-    )
+    return is_on(rollout) and backend_of(rollout) == SEPARATE_BACKEND
 
 
 def take_workers(mapping: dict[Any, Any]) -> None:
@@ -123,13 +120,14 @@ def reporting(trainer: type) -> type:
     return type(trainer.__name__, (SyncTrainerMixin, trainer), {"__module__": trainer.__module__})
 
 
-_server: ContextVar[str] = ContextVar("_server", default="")
-_first_versions: ContextVar[list[Any] | None] = ContextVar("_first_versions", default=None)
+# Of the call under way: the server that was asked last, and the version with which each part of the response began
+_server: ContextVar[str] = ContextVar("_server")
+_first_versions: ContextVar[list[Any]] = ContextVar("_first_versions")
 
 
 class _Outliving(LLMServerClient):
     """Between verl's two clients: asks another server for what one that has died was asked for, and the same one again
-    where a sync has failed. Notes the version with which each part of a response began."""
+    where a sync has failed."""
 
     async def _acquire_server(self, *args: Any, **kwargs: Any) -> Any:
         acquired = await super()._acquire_server(*args, **kwargs)
@@ -148,8 +146,7 @@ class _Outliving(LLMServerClient):
                 await self._load_balancer.remove_servers.remote([_server.get()])
                 await self._load_balancer.clear_sticky_cache.remote()
             else:
-                if (noted := _first_versions.get()) is not None:
-                    noted.append(output.extra_fields.get("min_global_steps"))
+                _first_versions.get().append(output.extra_fields.get("min_global_steps"))
                 return output
 
 
@@ -159,12 +156,9 @@ class SeparateLLMServerClient(FullyAsyncLLMServerClient, _Outliving):
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         noted: list[Any] = []
-        before = _first_versions.set(noted)
-        try:
-            output = await super().generate(*args, **kwargs)
-        finally:
-            _first_versions.reset(before)
-        if noted and noted[0] is not None:
+        _first_versions.set(noted)
+        output = await super().generate(*args, **kwargs)
+        if noted[0] is not None:
             output.extra_fields["min_global_steps"] = noted[0]
         return output
 

@@ -34,6 +34,7 @@ from verl_sync_plugin.log import say, say_unused
 from verl_sync_plugin.report import SyncReport, say_who_moves
 from verl_sync_plugin.rollouts import Rollout
 from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS
+from verl_sync_plugin.rollouts.process import call_under_way
 from verl_sync_plugin.room import FIRST, REST, Room, growth, note_device_memory, read_device, release_cache
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sync.endpoint import Call, RolloutEndpoint
@@ -182,8 +183,7 @@ class SyncAdapter:
         with agreement.attempt(), report.stage("after"):
             self._room.note_activations(report.activation_bytes)
             released = self._room.make(REST, partial(release_cache, trainer_device()))
-            self._around.note_release(released)
-        report.emptied_caches, report.released_bytes = self._around.emptied_caches, self._around.released_bytes
+            report.note_release(released)
         try:
             with report.stage("barrier"):  # a leader must not wake an engine whose other ranks have no room yet
                 short = agreement.settle("making room for the engine", waiting=released is not None)
@@ -217,8 +217,7 @@ class SyncAdapter:
         config, device, mesh = self.config, trainer_device(), self.device_mesh["infer_tp"]
         self._refuse_family()
         manager_class = get_sharding_manager(stream.trainer, str(config.name))
-        key = "update_weights_bucket_megabytes"
-        megabytes = check_bucket_megabytes(config.get(key, None), config.checkpoint_engine[key])
+        megabytes = check_bucket_megabytes(None, config.checkpoint_engine.update_weights_bucket_megabytes)
         endpoint = RolloutEndpoint(
             self.rollout,
             calls_of(self.server_actor, TrainerWorld.after_loss) if mesh.get_local_rank() == 0 else None,
@@ -279,8 +278,7 @@ def calls_of(server: Any, after_death: str) -> Call:
     """Calls of a server actor, by its handle; ``after_death`` ends the error of a server that has died."""
 
     def call(method: str, *arguments: Any) -> Future[Any]:
-        answer: Future[Any] = Future()
-        answer.set_running_or_notify_cancel()  # who gives up waiting must not keep its answer out
+        answer = call_under_way()
 
         def settle(done: Future[Any]) -> None:
             try:

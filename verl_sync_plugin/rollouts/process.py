@@ -43,7 +43,7 @@ class EngineProcess:
         self._engine = launch.engine
         self._connection = Connection(ours.detach())
         self._turn = threading.Lock()
-        self.ready: Future[None] = _uncancellable()
+        self.ready: Future[None] = call_under_way()
         self._asked: dict[int, Future[Any]] = {0: self.ready}
         self._number = 0
         self._ended = ""
@@ -53,7 +53,7 @@ class EngineProcess:
     def ask(self, method: str, *arguments: Any) -> Future[Any]:
         """Calls a method of the engine's server, in the order in which calls are made; returns at once. RuntimeError is
         the answer of an engine that has ended."""
-        future = _uncancellable()
+        future = call_under_way()
         with self._turn:
             if self._ended:
                 future.set_exception(RuntimeError(self._ended))
@@ -93,7 +93,7 @@ class EngineProcess:
             self._process.wait()
 
 
-def _uncancellable() -> Future[Any]:
+def call_under_way() -> Future[Any]:
     """A future of a call under way: who gives up waiting for it must not keep its answer from being taken in."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()

@@ -7,7 +7,6 @@ sync; and ``finalize`` after it. Here a process says who it is, and the driver l
 
 from __future__ import annotations
 
-import hashlib
 import os
 import uuid
 from collections import Counter
@@ -41,8 +40,8 @@ class Member:
         world: how many ranks the trainer or the replica has.
         device: names the GPU it computes on, on all hosts; empty on a CPU.
         group: name of the group that it is in; empty without one, and after a sync that failed for it.
-        made: how many groups it has begun to make, so that no two of a run have one name: in the store, where they find
-            each other, a second one of the name would find the addresses of the first.
+        next_group: name of the group that is made if trainer rank 0 says so. No two of a run have one name: in the
+            store, where ranks find each other, the second would find the addresses of the first.
         store: host and port of the store where all find each other; of trainer rank 0 only.
         cumem: its ``NCCL_CUMEM_ENABLE``.
     """
@@ -53,7 +52,7 @@ class Member:
     world: int
     device: str
     group: str = ""
-    made: int = 0
+    next_group: str = ""
     store: tuple[str, int] | None = None
     cumem: str = ""
 
@@ -118,7 +117,6 @@ class Membership:
         self._alone_seconds = timeout_seconds
         self._timeout = together_seconds(timeout_seconds)
         self._key = uuid.uuid4().hex
-        self._made = 0
         self._store: dist.TCPStore | None = None
         self._address: tuple[str, int] | None = None
         if first:
@@ -133,9 +131,9 @@ class Membership:
 
     def describe(self) -> Member:
         place, world = dist.get_rank(), dist.get_world_size()
-        device = _device_name(self._device)
-        cumem = os.environ.get(CUMEM, "")
-        return Member(self._key, self._trainer, place, world, device, self._name, self._made, self._address, cumem)
+        device, cumem = _device_name(self._device), os.environ.get(CUMEM, "")
+        named = self._name, uuid.uuid4().hex
+        return Member(self._key, self._trainer, place, world, device, *named, self._address, cumem)
 
     def join(self, rank: int, members: tuple[Member, ...]) -> bool:
         """Collective over all members, in the order of their ranks: makes the group, unless it is there. Returns True
@@ -143,8 +141,7 @@ class Membership:
         if self._stands(members):
             return False
         self.leave()
-        name = hashlib.sha256(repr([(m.key, m.made) for m in members]).encode()).hexdigest()
-        self._made += 1
+        name = members[0].next_group
         if self._store is None:
             assert members[0].store is not None, "trainer rank 0 keeps the store"
             host, port = members[0].store

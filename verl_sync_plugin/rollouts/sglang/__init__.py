@@ -147,14 +147,14 @@ def prepare_local(spec: LocalSpec) -> LocalLaunch:
         refuse_arguments(spec.arguments.get, "engine", "leave it out", rows=rows)
     # On a CPU nothing is ever released, and copied even less
     keeps_copy = spec.cuda and not covered(architectures)
-    given = {**(ON_GPU if spec.cuda else ON_CPU), **spec.arguments}
     variable = {"SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}  # verl runs with older ones too
     if not spec.cuda:  # SGLang wants to know which cores each of its ranks has
         variable = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(spec.tensor_parallel_size)))}
     arguments = {
         "log_level": "error",
         "skip_server_warmup": True,
-        **given,
+        **(ON_GPU if spec.cuda else ON_CPU),
+        **spec.arguments,
         "model_path": spec.model,
         "tp_size": spec.tensor_parallel_size,
         "dtype": spec.dtype,
@@ -162,7 +162,7 @@ def prepare_local(spec: LocalSpec) -> LocalLaunch:
         "load_format": "dummy" if spec.random_weights else "auto",
         "enable_weights_cpu_backup": keeps_copy,
         "skip_tokenizer_init": True,
-        "custom_weight_loader": [*(given.get("custom_weight_loader") or []), f"{LOADER}.load"],
+        "custom_weight_loader": [*(spec.arguments.get("custom_weight_loader") or []), f"{LOADER}.load"],
     }
     return LocalLaunch(
         ENGINE,
