@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from bare_engine import trainer
-from bare_engine.scenario import PROMPT
+from bare_engine.trainer import PROMPT
 from faults import points
 from faults.actor import worker_calls
 from faults.cells import GROUP_SECONDS, SLACK_SECONDS, T
