@@ -19,7 +19,7 @@ from verl_sync_plugin.rollouts.sglang.request import LOADER, dumps
 from verl_sync_plugin.rollouts.sglang.script_server import ScriptServer
 
 IDLE_SECONDS, CALL_SECONDS = 20.0, 240.0
-DUMP, SPOIL = "bare_engine.loaders.dump", "bare_engine.loaders.spoil"
+DUMP = "bare_engine.loaders.dump"
 PLAIN = ("bare_engine.loaders.load", "bare_engine.loaders.load_and_forget_prefixes")
 
 
@@ -41,7 +41,7 @@ class BareEngine(ScriptServer):
         self.flushed: list[bool] = []
         arguments = {
             "model_path": model_path, "tp_size": tp, "load_format": load_format,
-            "custom_weight_loader": [LOADER, DUMP, SPOIL, *PLAIN, *loaders],
+            "custom_weight_loader": [LOADER, DUMP, *PLAIN, *loaders],
             "device": "cpu", "dtype": "bfloat16", "attention_backend": "torch_native",
             "sampling_backend": "pytorch", "grammar_backend": "none", "skip_tokenizer_init": True,
             "disable_cuda_graph": True, "disable_overlap_schedule": True, "max_total_tokens": 2048,
@@ -76,10 +76,6 @@ class BareEngine(ScriptServer):
         """Returns what every rank really holds."""
         self.call(self.ask_loader(DUMP, str(path)))
         return [torch.load(f"{path}.{rank}") for rank in range(self.tp)]
-
-    def spoil_next(self, parameter: str) -> None:
-        """Has the last rank flip a bit of a parameter after the copies of the next sync."""
-        self.call(self.ask_loader(SPOIL, parameter))
 
     def load_from_disk(self, path: str) -> None:
         """SGLang's own way from a checkpoint into the running engine.

