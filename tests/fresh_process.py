@@ -10,9 +10,8 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -41,8 +40,7 @@ def passed(*arguments: str, **environment: str) -> str:
     return run.stdout
 
 
-@dataclass(frozen=True)
-class Told:
+class Told(NamedTuple):
     """Exit status, JSON and other output of the doctor."""
 
     code: int
@@ -51,7 +49,7 @@ class Told:
 
     @property
     def findings(self) -> dict[str, dict[str, str]]:
-        """Lists the findings on the first node, and on all together, by check."""
+        """On the first node, and on all together, by check."""
         every = [*self.found["nodes"][0]["findings"], *self.found["findings"]]
         return {each["check"]: each for each in every}
 

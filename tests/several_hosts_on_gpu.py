@@ -8,27 +8,13 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import multiprocessing
 import os
 import socket
-import time
-import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
 from ports import free_port
-
-SECONDS = 240.0
-
-
-def count_as_host(name: str) -> None:
-    """This process is on a host of that name, for the plugin and for NCCL; call it before either has asked."""
-    from verl_sync_plugin.sync import membership, ways
-
-    os.environ.update(NCCL_HOSTID=name, NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
-    ways.host_name = lambda: name
-    membership._device_name = lambda device: f"{name}'s {device}"  # on one GPU the plugin would refuse the two
+from separate.driver import SECONDS, Member, together
 
 
 def digest(server: Any) -> str:
@@ -38,42 +24,28 @@ def digest(server: Any) -> str:
     return json.dumps([rank["checksums"] for rank in answer["ranks"]], sort_keys=True)
 
 
-def _member(
-    pipe: Connection, story: Callable[..., Any], rank: int, world: int, port: int, seconds: float, given: Any
-) -> None:
-    faulthandler.dump_traceback_later(seconds * 0.9)  # where it hangs
-    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
-    os.environ.update(MASTER_PORT=str(port), NCCL_HOSTID=f"host {rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
-    socket.gethostname = lambda: f"host {rank}"  # type: ignore[assignment]
-    try:
-        pipe.send(story(rank, *given))
-    except BaseException:
-        pipe.send(traceback.format_exc())
-        raise
-    os._exit(0)  # a thread that still waits for a dead member in NCCL would keep this process
+class Host:
+    """A rank that is alone on its host, for the plugin and for NCCL."""
+
+    def __init__(self, rank: int, world: int, port: int, seconds: float) -> None:
+        faulthandler.dump_traceback_later(seconds * 0.9)  # where it hangs
+        os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
+        os.environ.update(MASTER_PORT=str(port), NCCL_HOSTID=f"host {rank}")
+        os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        socket.gethostname = lambda: f"host {rank}"  # type: ignore[assignment]
+        self._rank = rank
+
+    def play(self, story: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+        return story(self._rank, *given)
 
 
 def play(world: int, story: Callable[..., Any], *given: Any, seconds: float = SECONDS) -> list[Any]:
-    """Returns the result of ``story(rank, *given)`` or its traceback by rank; None for one that died or was silent."""
-    context = multiprocessing.get_context("spawn")
+    """Returns the result of ``story(rank, *given)`` or its ``Failure`` by rank; None for one that died."""
     port = free_port()
-    members: list[tuple[Any, Connection]] = []
-    found = []
-    end = time.monotonic() + seconds
+    members = [Member("several_hosts_on_gpu.Host", rank, world, port, seconds) for rank in range(world)]
     try:
-        for rank in range(world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_member, args=(theirs, story, rank, world, port, seconds, given))
-            process.start()
-            theirs.close()
-            members.append((process, ours))
-        for _, pipe in members:
-            try:
-                found.append(pipe.recv() if pipe.poll(max(end - time.monotonic(), 0)) else None)
-            except EOFError:
-                found.append(None)
+        assert [member.answer(seconds) for member in members] == ["ready"] * world
+        return together(members, "play", story, given, seconds=seconds)
     finally:
-        for process, _ in members:
-            process.join(5)
-            process.kill()
-    return found
+        for member in members:  # a thread that still waits for a dead member in NCCL would keep a process from ending
+            member.process.kill()

@@ -6,21 +6,20 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ports import free_port
-from verl_sync_plugin.rollouts import rollout_of
 from verl_sync_plugin.rollouts.sglang.request import LOADER, dumps
 from verl_sync_plugin.rollouts.sglang.script_server import ScriptServer
-from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 
 IDLE_SECONDS, CALL_SECONDS = 20.0, 240.0
-DUMP, SPOIL = "bare_engine.loaders.dump", "bare_engine.loaders.spoil"
+DUMP = "bare_engine.loaders.dump"
 PLAIN = ("bare_engine.loaders.load", "bare_engine.loaders.load_and_forget_prefixes")
 
 
@@ -42,7 +41,7 @@ class BareEngine(ScriptServer):
         self.flushed: list[bool] = []
         arguments = {
             "model_path": model_path, "tp_size": tp, "load_format": load_format,
-            "custom_weight_loader": [LOADER, DUMP, SPOIL, *PLAIN, *loaders],
+            "custom_weight_loader": [LOADER, DUMP, *PLAIN, *loaders],
             "device": "cpu", "dtype": "bfloat16", "attention_backend": "torch_native",
             "sampling_backend": "pytorch", "grammar_backend": "none", "skip_tokenizer_init": True,
             "disable_cuda_graph": True, "disable_overlap_schedule": True, "max_total_tokens": 2048,
@@ -78,10 +77,6 @@ class BareEngine(ScriptServer):
         self.call(self.ask_loader(DUMP, str(path)))
         return [torch.load(f"{path}.{rank}") for rank in range(self.tp)]
 
-    def spoil_next(self, parameter: str) -> None:
-        """Has the last rank flip a bit of a parameter after the copies of the next sync."""
-        self.call(self.ask_loader(SPOIL, parameter))
-
     def load_from_disk(self, path: str) -> None:
         """SGLang's own way from a checkpoint into the running engine.
 
@@ -96,6 +91,15 @@ class BareEngine(ScriptServer):
         success, message, *_ = self.call(manager.update_weights_from_disk(obj, None))
         assert success, message
 
+    def differs(self, checkpoint: Path, folder: Path) -> list[str]:
+        """Loads a checkpoint in SGLang's own way; names what a rank held otherwise before."""
+        synced = self.state(folder / "synced")
+        self.load_from_disk(str(checkpoint))
+        loaded = self.state(folder / "loaded")
+        assert [ours.keys() for ours in synced] == [theirs.keys() for theirs in loaded]
+        pairs = zip(synced, loaded, strict=True)
+        return [name for ours, theirs in pairs for name in theirs if not torch.equal(ours[name], theirs[name])]
+
     def generate(self, prompt: list[int], tokens: int, adapter: str | None = None) -> tuple[list[int], list[float]]:
         """Greedy token ids and their log-probabilities, with an adapter that the engine serves."""
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
@@ -109,10 +113,16 @@ class BareEngine(ScriptServer):
         self.engine.shutdown()
 
 
-def endpoint_of(engine: BareEngine | None, ranks: tuple[int, ...]) -> RolloutEndpoint:
-    """The product's own; whoever has the engine leads, and ``ranks`` belong to it."""
+class Handle:
+    """The handle of an engine in this process, in place of Ray's of a server actor; ``note`` hears of every call."""
 
-    def call(method: str, *arguments: Any) -> Future[Any]:
-        return engine.start(getattr(engine, method)(*arguments))  # type: ignore[union-attr]
+    def __init__(self, engine: BareEngine, note: Callable[[str], None]) -> None:
+        self._engine, self._note = engine, note
 
-    return RolloutEndpoint(rollout_of("sglang"), call if engine else None, ranks, timeout_seconds=60.0)
+    def __getattr__(self, method: str) -> Any:
+        def remote(*arguments: Any) -> Any:
+            self._note(method)
+            answer = self._engine.start(getattr(self._engine, method)(*arguments))
+            return SimpleNamespace(future=lambda: answer)
+
+        return SimpleNamespace(remote=remote)

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from unittest import mock
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,39 +19,107 @@ import torch.multiprocessing as mp
 
 import unmeasured
 from bare_engine import trainer
-from bare_engine.scenario import Rank, Setup, run_rank
 from megatron_cpu import checkpoints
 from megatron_cpu.engines import megatron_environment
 from ports import free_port
-from verl_sync_plugin.transport.memory import Live, LiveParameters
+from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.rollouts import rollout_of
+from verl_sync_plugin.sharding_manager import get_sharding_manager
+from verl_sync_plugin.sync.endpoint import RolloutEndpoint
+from verl_sync_plugin.sync.manager import ShardingManager
+from verl_sync_plugin.trainers.base import take_over
 
 pytestmark = pytest.mark.slow
+CPU = torch.device("cpu")
 
 
-def is_last(member: Rank) -> bool:
-    return member.rank == dist.get_world_size() - 1
+class Case(NamedTuple):
+    kind: str  # of model
+    strategy: str  # verl's, of the actor
+    world: int  # trainer ranks, which is also the engine's tensor-parallel size
+    bucket_bytes: int  # small ones make tensors split
+    story: Callable[[Rank], None]
+    settings: tuple[tuple[str, object], ...] = ()  # for FSDPEngineConfig, or of a Megatron Layout
+
+
+class Rank:
+    """Trainer, manager and (on rank 0) engine of one rank."""
+
+    def __init__(self, case: Case, model: str, rank: int, folder: Path) -> None:
+        self.rank, self.folder, self.case, self._model = rank, folder, case, model
+        self.is_last = rank == case.world - 1
+        if rank > 0 and case.strategy == "megatron":
+            unmeasured.start()  # the CPU stack corrects Megatron while it is imported
+        self.trainer = trainer.build(model, case.strategy, **dict(case.settings))
+        # After the trainer's model: SGLang changes what transformers builds
+        from bare_engine.endpoint import BareEngine
+
+        self.engine: Any = BareEngine(model, case.world) if rank == 0 else None
+        unmeasured.start()  # all that is slow to import is there
+        call = self._call if self.engine else None
+        endpoint = RolloutEndpoint(rollout_of("sglang"), call, tuple(range(case.world)), timeout_seconds=60.0)
+        take_over(True)
+        stream, _ = self.trainer.get_per_tensor_param()  # type: ignore[attr-defined]
+        manager_class = get_sharding_manager(stream.trainer, "sglang")
+        config = SyncConfig(timeout_seconds=60, verify="first")
+        self.manager: ShardingManager = manager_class(stream.engine, endpoint, config, case.bucket_bytes, CPU)
+        self.manager.keeps_staging = False  # the engine sleeps between syncs
+
+    def _call(self, method: str, *arguments: Any) -> Future[Any]:
+        answer: Future[Any] = self.engine.start(getattr(self.engine, method)(*arguments))
+        return answer
+
+    def sync(self, version: int, awake: bool = False) -> None:
+        """The whole phase: asleep, stage 1, weights, stage 2; or that of an engine that stays awake."""
+        if self.engine is not None and not awake:
+            self.engine.call(self.engine.release_tags(["kv_cache", "weights"]))
+        asyncio.run(self._sync(version, *(([], []) if awake else (["weights"], ["kv_cache"]))))
+
+    async def _sync(self, version: int, first: list[str], rest: list[str]) -> None:
+        await self.manager.update_weights(first, version)
+        await self.manager.finish(rest)
+        await self.manager.endpoint.publish(self.manager.report)
+
+    def check_exact(self, folder: Path) -> None:
+        """The engine has the trainer's weights: in what it says, and bit for bit as after SGLang's own load."""
+        full = trainer.full_state(self.trainer)
+        if self.engine is None:
+            return
+        folder.mkdir()
+        checkpoint = trainer.save(full, self._model, folder / "checkpoint")
+        off = trainer.far(self.engine.generate(trainer.PROMPT, 4), checkpoint)
+        # SGLang multiplies latent attention in another order; a wrong rotary embedding is off by up to 0.5
+        assert off < (0.15 if self.case.kind in MOE else 0.06), off
+        assert self.engine.differs(checkpoint, folder) == []
+
+
+def play(rank: int, case: Case, model: str, folder: Path, port: int) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(case.world), MASTER_ADDR="127.0.0.1")
+    os.environ.update(MASTER_PORT=str(port), SGLANG_CPU_OMP_THREADS_BIND="|".join(map(str, range(case.world))))
+    dist.init_process_group("cpu:gloo", rank=rank, world_size=case.world)
+    member = Rank(case, model, rank, folder)
+    try:
+        case.story(member)
+        dist.barrier()
+    finally:
+        if member.engine is not None:
+            member.engine.shutdown()
+        dist.destroy_process_group()
 
 
 def three_syncs(member: Rank) -> None:
     """Three syncs with changing weights, each compared bit for bit; the last rank comes late to its listener, and the
     engine stays awake before the second."""
-    meeting = member.manager.meeting
-    ask = meeting.ask
+    ask = member.manager.meeting.ask
 
     def late() -> None:
-        time.sleep(1.0 if is_last(member) else 0.0)  # its engine rank has connected by then
+        time.sleep(1.0 if member.is_last else 0.0)  # its engine rank has connected by then
         ask()
 
-    meeting.ask = late  # type: ignore[method-assign]
+    member.manager.meeting.ask = late  # type: ignore[method-assign]
     for version in (1, 2, 3):
-        member.manager.keeps_staging = version == 2
         synced(member, version, awake=version == 2)
-        assert member.manager.sender.staged == (version == 2)
         if member.engine is not None:
-            spans = member.manager.report.spans
-            packed = min(start for stage, start, _ in spans if stage == "pack")
-            awake = max((start + took for stage, start, took in spans if stage == "resume_weights"), default=packed + 1)
-            assert packed < awake, "packed while the engine resumed"
             assert member.engine.flushed[-1] == (version == 2), "only what is all awake is flushed after the load"
     check_report(member)
 
@@ -61,34 +130,25 @@ def synced(member: Rank, version: int, awake: bool = False) -> None:
     before = trainer.local_state(member.trainer)
     member.sync(version, awake)
     assert all(map(torch.equal, before, trainer.local_state(member.trainer))), "the sync changed the trainer"
-    member.check_exact(f"v{version}")
+    member.check_exact(member.folder / f"v{version}")
 
 
 def check_report(member: Rank) -> None:
-    """Nothing is gathered, and an engine rank reads only what it needs."""
+    """Everything is replayed and compared, and nothing is gathered."""
     report, world = member.manager.report, dist.get_world_size()
     assert report.global_steps == 3 and report.coverage_expected > 10 and report.nbytes > 100_000
-    assert report.replayed_tensors == report.tensors, "all are replayed"
-    derives = report.not_comparable  # DeepSeek's attention
-    assert report.verified_tensors > 20 and derives <= 1, report
+    assert report.replayed_tensors == report.tensors and report.verified_tensors > 20, report
+    assert report.not_comparable <= 1, "DeepSeek's attention derives some"
     assert {"commit", "plan", "resume_weights", "update_weights", "resume_kv", "pack"} <= report.stages.keys()
     if member.engine is not None:
         assert [published["global_steps"] for published in member.engine.reports] == [1, 2, 3]
-        assert len(member.engine.flushed) == 3
     assert report.gathered_bytes == 0 and (report.peer_bytes > 0) == (world > 1)
-    if world > 1:
-        read = report.own_bytes + report.peer_bytes
-        plan = member.manager.planned
-        assert plan is not None
-        weights = sum({entry.name: entry.nbytes for bucket in plan.buckets for entry in bucket.entries}.values())
-        assert weights / world < read < 0.8 * weights, report
-        # Tensor-parallel trainer ranks hold what the engine ranks next to them need, others only by chance
-        most = 0.2 if ("tp", world) in member.setup.settings else 0.7
-        assert report.peer_bytes < most * read, report
+    if ("tp", world) in member.case.settings:  # such trainer ranks hold what the engine ranks next to them need
+        assert report.peer_bytes < 0.2 * (report.own_bytes + report.peer_bytes), report
 
 
 def read_in_place(member: Rank) -> None:
-    """Staged once, then read where the parameters lie; they move, cannot be mapped or cannot be shared any more."""
+    """Staged once, then read where the parameters lie, also once they have moved."""
     manager = member.manager
     trainer.share(member.trainer, member.folder)
     delivered(member, 1, in_place=False)
@@ -97,13 +157,6 @@ def read_in_place(member: Rank) -> None:
     delivered(member, 3, in_place=True, awake=True)
     trainer.share(member.trainer, member.folder)
     delivered(member, 4, in_place=True)
-    trainer.share(member.trainer, member.folder)
-    with mock.patch.object(
-        LiveParameters, "look", gone(LiveParameters.look) if is_last(member) else LiveParameters.look
-    ):
-        delivered(member, 5, in_place=False)  # the engine cannot map this memory: the same sync is staged
-        assert not manager.sender.staged
-        delivered(member, 6, in_place=False)  # and it says so from then on
 
 
 def delivered(member: Rank, version: int, in_place: bool, awake: bool = False) -> None:
@@ -115,49 +168,34 @@ def delivered(member: Rank, version: int, in_place: bool, awake: bool = False) -
         assert report.replayed_tensors == report.tensors and (report.peer_bytes > 0) == (world > 1)
 
 
-def gone(honest: Callable[..., Live]) -> Callable[..., Live]:
-    """Tells of memory that is not there."""
-
-    def look(*args: Any) -> Live:
-        live = honest(*args)
-        regions = tuple(replace(region, key=f"gone-{region.key}", handle=("/gone",)) for region in live.regions)
-        return replace(live, key=f"gone-{live.key}", regions=regions)
-
-    return look
-
-
-THREE, IN_PLACE, TENSOR_PARALLEL = three_syncs, read_in_place, (("tp", 2),)
-# Kind of model, strategy, ranks, bytes of a bucket, settings, story; in ``make test`` the first two
-CASES: dict[str, tuple[str, str, int, int, tuple[tuple[str, object], ...], Callable[[Rank], None]]] = {
-    # read in place: routers that travel in float32, and experts that are views of one parameter
-    "moe-in-place": ("qwen3-moe", "fsdp2", 2, 40_000, (), IN_PLACE),
+TENSOR_PARALLEL, EXPERT_PARALLEL = (("tp", 2),), (("ep", 2),)
+# In ``make test`` the first two
+CASES = {
+    # routers that travel in float32, and experts that are views of one parameter
+    "moe-in-place": Case("qwen3-moe", "fsdp2", 2, 40_000, read_in_place),
     # what travels as single experts is one parameter in the engine
-    "moe-ep2": ("qwen3-moe", "megatron", 2, 60_000, (("ep", 2),), THREE),
-    "fsdp1-tp2": ("llama", "fsdp", 2, 60_000, (("use_orig_params", True),), THREE),
-    "fsdp2-tp1": ("qwen2", "fsdp2", 1, 1 << 20, (), THREE),
-    "fsdp2-tp2-split-tensors": ("qwen3", "fsdp2", 2, 20_000, (), THREE),
-    "tied-fsdp1-tp1": ("qwen2-tied", "fsdp", 1, 1 << 20, (), THREE),
-    "megatron-tp1": ("qwen3", "megatron", 1, 1 << 20, (), THREE),
-    "megatron-tp2": ("qwen2", "megatron", 2, 20_000, TENSOR_PARALLEL, THREE),
-    "fsdp2-in-place": ("qwen2", "fsdp2", 2, 40_000, (), IN_PLACE),
-    "megatron-in-place": ("qwen2", "megatron", 2, 40_000, TENSOR_PARALLEL, IN_PLACE),
+    "moe-ep2": Case("qwen3-moe", "megatron", 2, 60_000, three_syncs, EXPERT_PARALLEL),
+    "fsdp1-tp2": Case("llama", "fsdp", 2, 60_000, three_syncs, (("use_orig_params", True),)),
+    "fsdp2-tp1": Case("qwen2", "fsdp2", 1, 1 << 20, three_syncs),
+    "fsdp2-tp2-split-tensors": Case("qwen3", "fsdp2", 2, 20_000, three_syncs),
+    "tied-fsdp1-tp1": Case("qwen2-tied", "fsdp", 1, 1 << 20, three_syncs),
+    "megatron-tp1": Case("qwen3", "megatron", 1, 1 << 20, three_syncs),
+    "megatron-tp2": Case("qwen2", "megatron", 2, 20_000, three_syncs, TENSOR_PARALLEL),
+    "fsdp2-in-place": Case("qwen2", "fsdp2", 2, 40_000, read_in_place),
+    "megatron-in-place": Case("qwen2", "megatron", 2, 40_000, read_in_place, TENSOR_PARALLEL),
     # of latent attention's kv_b_proj the engine keeps two products
-    "deepseek-ep2": ("deepseek", "megatron", 2, 60_000, (("ep", 2),), THREE),
+    "deepseek-ep2": Case("deepseek", "megatron", 2, 60_000, three_syncs, EXPERT_PARALLEL),
 }
+MOE = ("qwen3-moe", "deepseek")
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.extended if at > 1 else ()) for at, name in enumerate(CASES)]
 )
 def test_engine_equals_disk_load(name: str, tiny_model: Callable[[str], str], tmp_path: Path) -> None:
-    kind, strategy, world, bucket_bytes, settings, story = CASES[name]
-    if kind in ("qwen3-moe", "deepseek"):
-        path = checkpoints.write(kind, tmp_path / "model", **checkpoints.FOR_SGLANG)
-        # SGLang multiplies latent attention in another order; a wrong rotary embedding is off by up to 0.5
-        bound = 0.15
-    else:
-        path, bound = tiny_model(kind), 0.06
-    setup = Setup(path, strategy, world, bucket_bytes, settings, bound)
-    megatron = megatron_environment() if strategy == "megatron" else nullcontext()
+    case = CASES[name]
+    moe = case.kind in MOE
+    model = checkpoints.write(case.kind, tmp_path / "model", **checkpoints.FOR_SGLANG) if moe else tiny_model(case.kind)
+    megatron = megatron_environment() if case.strategy == "megatron" else nullcontext()
     with megatron, unmeasured.children():
-        mp.spawn(run_rank, args=(setup, str(tmp_path), free_port(), story), nprocs=world)
+        mp.spawn(play, args=(case, model, tmp_path, free_port()), nprocs=case.world)

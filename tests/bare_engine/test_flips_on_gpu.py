@@ -2,11 +2,12 @@
 """Flips one bit between a trainer's weights and a real engine on a GPU: in a staged bucket, in the trainer's memory
 after its hash, where the engine reads that in place, and in the engine's own parameter after the copies.
 
-On CPUs: ``contract/test_engine_models.py``, ``contract/test_one_process.py`` and ``separate/test_separate_syncs.py``.
+On CPUs: ``contract/test_engine_models.py``, ``contract/test_one_process.py`` and ``contract/test_several_hosts.py``.
 """
 
 from __future__ import annotations
 
+import base64
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,9 +16,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from contract.sources import reads_unseen
 from several_hosts_on_gpu import digest, play
+from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.rollouts.sglang.request import dumps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -66,8 +70,6 @@ class Flips:
 
     def found(self, where: str, hashed: bool, verify: str) -> str:
         """The error of a sync in which a bit flips; the next ones are exact."""
-        from verl_sync_plugin.errors import SyncError
-
         flip = {"staging": self._in_staging, "trainer": self._in_trainer, "engine": self._in_engine}[where]
         unseen = nullcontext() if hashed else reads_unseen()
         self._manager.cadence._verify = verify
@@ -92,7 +94,7 @@ class Flips:
             if index == 1:
                 flipped.append(slot)
                 sender._slot(slot)[7] ^= 2
-                synchronize()
+                torch.cuda.synchronize()
             honest(index, slot)
 
         with mock.patch.object(sender, "load", load):
@@ -115,20 +117,12 @@ class Flips:
         self._flip_trainer()
 
     def _flip_trainer(self) -> None:
-        import torch
-
-        synchronize()
+        torch.cuda.synchronize()
         dict(self._bench.named)[TENSOR].view(torch.uint8).view(-1)[71] ^= 64
-        synchronize()
+        torch.cuda.synchronize()
 
     def _in_engine(self) -> AbstractContextManager[None]:
         """After the copies of the next sync, by a loader in the engine's own process."""
-        import base64
-
-        import torch
-
-        from verl_sync_plugin.rollouts.sglang.request import dumps
-
         packed = base64.b64encode(dumps([(PARAMETER, torch.empty(0))])).decode()
         body = {"serialized_named_tensors": [packed], "load_format": SPOIL, "flush_cache": False}
         self._bench.server.ask("POST", "/update_weights_from_tensor", body)
@@ -136,13 +130,6 @@ class Flips:
 
     def close(self) -> None:
         self._way.close()
-
-
-def synchronize() -> None:
-    """Waits for the GPU, so that a flip lies between two steps."""
-    import torch
-
-    torch.cuda.synchronize()
 
 
 def trainer(rank: int, folder: Path) -> dict[tuple[str, str, bool, str], str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's own engines, built in a test process."""
+"""verl's own engines, built in a test process, and what transformers makes of their weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
+
+PROMPT = [5, 6, 7, 8, 9, 10]
+Words = tuple[list[int], list[float]]  # an engine's answer to the prompt: tokens and their log-probabilities
 
 
 def build(model_path: str, strategy: str, model: dict[str, Any] | None = None, **settings: object) -> object:
@@ -110,3 +114,12 @@ def save(tensors: Mapping[str, torch.Tensor], model_path: str, target: Path) -> 
     contiguous = {name: tensor.contiguous() for name, tensor in cast.items()}
     save_file(contiguous, target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+def far(words: Words, checkpoint: Path) -> float:
+    """How far the log-probabilities of an engine's words are from those of transformers, with a checkpoint."""
+    tokens, logprobs = words
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    logits = model(torch.tensor([PROMPT + tokens])).logits[0].float()
+    expected = torch.log_softmax(logits, -1)[len(PROMPT) - 1 : -1]
+    return max(abs(expected[i, t].item() - p) for i, (t, p) in enumerate(zip(tokens, logprobs, strict=True)))

@@ -56,7 +56,6 @@ def dying_engine(updates: ModuleType) -> None:
 def noting_pauses(updates: ModuleType) -> None:
     """A server of a separate rollout says at the end of each pause who paused it, and how many requests have stayed in
     its engine. All responses are as long as they may be."""
-    from verl_sync_plugin.log import say
 
     def note(server: Any) -> None:
         """Changes the server's class as it is defined, since Ray takes its methods at once."""
@@ -77,7 +76,7 @@ def noting_pauses(updates: ModuleType) -> None:
             stayed = getattr(self, "requests_inside", set()) & set(self.tokenizer_manager.rid_to_state)
             await resume(self)
             if self.separate:
-                say(f"test: paused by {who}, {len(stayed)} requests stayed")
+                print(f"[e2e] paused by {who}, {len(stayed)} requests stayed", flush=True)
 
         server.abort_all_requests, server.resume_generation = abort_all_requests, resume_generation
         server.generate = generating

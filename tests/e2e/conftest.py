@@ -3,12 +3,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import tiny_models
-from e2e.runs import ROLLOUT, Run, Setup, main_ppo
+from e2e.runs import DUMMY, ROLLOUT, SMALL_BUCKETS, Play, Run, Setup, main_ppo
+
+
+@pytest.fixture
+def play(tiny_model: Callable[[str], str], tmp_path: Path) -> Play:
+    """Runs ``main_ppo`` with a tiny model; ``more`` are fields of ``Setup``."""
+
+    def run(*overrides: str, kind: str = "qwen2", **more: Any) -> Run:
+        return main_ppo(Setup((DUMMY, SMALL_BUCKETS, *overrides), model=Path(tiny_model(kind)), **more), tmp_path)
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -36,14 +36,8 @@ RELEASES: dict[str, tuple[str, ...]] = {
 
 
 def row(release: str, reports: tuple[dict[str, Any], ...], difference: float, bound: float) -> str:
-    """Writes one row of the table from what a run left.
-
-    Args:
-        release: of SGLang.
-        reports: of all syncs of the run.
-        difference: the largest one between a token's probability in the engine and in the trainer.
-        bound: what tests allow that to be.
-    """
+    """Writes one row of the table from the reports of a run, and the largest difference between a token's probability
+    in the engine and in the trainer, with what tests allow that to be."""
     last = reports[-1]
     beside = ", ".join(f"`{package}`" for package in RELEASES[release]) or "nothing"
     syncs = (

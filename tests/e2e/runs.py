@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -86,6 +87,9 @@ class Run:
         return [line for line in self.lines if re.search(pattern, line.text)]
 
 
+Play = Callable[..., Run]
+
+
 def main_ppo(setup: Setup, folder: Path) -> Run:
     """Runs a main of verl's through the quickstart's script to its end, at the latest to ``TIMEOUT_SECONDS``; in an
     empty folder, for everything that it writes.
@@ -153,14 +157,8 @@ def _json_lines(file: Path) -> list[dict[str, Any]]:
 
 def _members(folder: Path) -> list[psutil.Process]:
     """The processes of one run; Ray's daemons are nobody's children, so the environment tells."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == str(folder):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+    every = psutil.process_iter(["environ"])
+    return [process for process in every if (process.info["environ"] or {}).get(MARK) == str(folder)]
 
 
 def _outliving(folder: Path) -> list[psutil.Process]:
@@ -175,9 +173,7 @@ def _end(processes: Sequence[psutil.Process]) -> tuple[str, ...]:
     """Kills processes; returns their command lines."""
     ended = []
     for process in processes:
-        try:
+        with suppress(psutil.NoSuchProcess):
             ended.append(" ".join(process.cmdline())[:200])
             process.kill()
-        except psutil.NoSuchProcess:
-            continue
     return tuple(ended)

@@ -33,18 +33,11 @@ def run(name: str, words: str, folder: Path) -> tuple[list[dict[str, Any]], str]
         cwd=folder, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    left = [process for process in psutil.process_iter() if str(folder) in " ".join(_command(process))]
+    left = [each for each in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(each.info["cmdline"] or ())]
     assert not left, "a benchmark leaves no process behind"
     result = json.loads((folder / "result.json").read_text())
     assert not common.problems_of(result)
     return result["runs"], report.render([result])
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return list(process.cmdline())
-    except psutil.Error:
-        return []
 
 
 def test_every_sync_of_a_training_run_is_measured(tmp_path: Path) -> None:

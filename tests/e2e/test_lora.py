@@ -7,17 +7,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from e2e import checks
-from e2e.runs import DUMMY, MODEL, ROLLOUT, SHORT_WAIT, SMALL_BUCKETS, Setup, main_ppo
+from e2e.runs import MODEL, ROLLOUT, SHORT_WAIT, Play
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
-COMMON = (DUMMY, SMALL_BUCKETS, SHORT_WAIT, f"{MODEL}.lora.rank=8", f"{MODEL}.lora.alpha=16")
+COMMON = (SHORT_WAIT, f"{MODEL}.lora.rank=8", f"{MODEL}.lora.alpha=16")
 MERGED = (
     f"{MODEL}.lora.merge=True",
     "actor_rollout_ref.actor.use_kl_loss=True",
@@ -29,14 +26,10 @@ TENSOR_PARALLEL = (2, 1, 1)
 
 
 @pytest.mark.extended
-def test_a_merged_run(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
+def test_a_merged_run(play: Play) -> None:
     """DoRA on projections and on the tied embedding; two ranks, three steps, so four syncs."""
-    overrides = (
-        *(*COMMON, *MERGED),
-        f"{MODEL}.lora.type=dora",
-        f"{MODEL}.lora.target_modules=[q_proj,v_proj,down_proj,embed_tokens]",
-    )
-    merged = main_ppo(Setup(overrides, 2, 3, Path(tiny_model("qwen2-tied"))), tmp_path)
+    dora = f"{MODEL}.lora.type=dora", f"{MODEL}.lora.target_modules=[q_proj,v_proj,down_proj,embed_tokens]"
+    merged = play(*COMMON, *MERGED, *dora, kind="qwen2-tied", ranks=2, steps=3)
     checks.reached(merged, steps=3)
     checks.reported(merged, steps=3)
     assert merged.matching("embedding and head untied"), merged.tail
@@ -50,9 +43,7 @@ def test_a_merged_run(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("fsdp2", marks=pytest.mark.extended), "megatron"])
-def test_the_base_of_a_served_adapter_travels_once(
-    strategy: str, tiny_model: Callable[[str], str], tmp_path: Path
-) -> None:
+def test_the_base_of_a_served_adapter_travels_once(strategy: str, play: Play) -> None:
     """The engine serves the adapter; it starts with the checkpoint and gets the base all the same, or with random
     weights, so that the base must have travelled.
 
@@ -60,8 +51,7 @@ def test_the_base_of_a_served_adapter_travels_once(
     """
     megatron = TENSOR_PARALLEL if strategy == "megatron" else None
     start = () if megatron else (f"{ROLLOUT}.load_format=auto",)
-    setup = Setup((*COMMON, *start, *SERVED), 2, 2, Path(tiny_model("qwen2")), megatron=megatron)
-    served = main_ppo(setup, tmp_path)
+    served = play(*COMMON, *start, *SERVED, ranks=2, steps=2, megatron=megatron)
     checks.reached(served, steps=2)
     checks.reported(served, steps=2, **({"manager": MEGATRON} if megatron else {}))
     checks.same_weights(served)

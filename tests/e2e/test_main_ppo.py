@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from e2e import checks
-from e2e.runs import DUMMY, ROLLOUT, SHORT_WAIT, SMALL_BUCKETS, Run, Setup, main_ppo
+from e2e.runs import DUMMY, ROLLOUT, SHORT_WAIT, SMALL_BUCKETS, Play, Run, Setup, main_ppo
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
@@ -38,17 +38,13 @@ def test_every_process_uses_the_plugin_and_the_engine_has_the_weights_at_every_s
 
 
 def test_whole_model_travels_in_buckets_smaller_than_its_tensors(trained: Run, larger_model: Path) -> None:
-    with safe_open(larger_model / "model.safetensors", "pt") as checkpoint:
-        sizes = {name: checkpoint.get_tensor(name).nbytes for name in checkpoint.keys()}  # noqa: SIM118
-    assert max(sizes.values()) > BUCKET_BYTES
-    assert len(trained.reports) == 3, trained.tail
+    sizes = [tensor.nbytes for tensor in load_file(larger_model / "model.safetensors").values()]
+    assert max(sizes) > BUCKET_BYTES and len(trained.reports) == 3, trained.tail
     for report in trained.reports:
-        assert report["tensors"] == len(sizes)
-        assert sum(sizes.values()) <= report["nbytes"] <= 1.01 * sum(sizes.values())
-        segments = 2 if report["peer_bytes"] else 1  # of a sharded bucket, every rank stages one
-        assert report["nbytes"] <= report["buckets"] * BUCKET_BYTES * segments
+        assert report["tensors"] == len(sizes) and report["coverage_expected"] == 17
         assert report["bucket_bytes"] == BUCKET_BYTES
-        assert report["coverage_expected"] == 17
+        segments = 2 if report["peer_bytes"] else 1  # of a sharded bucket, every rank stages one
+        assert sum(sizes) <= report["nbytes"] <= min(1.01 * sum(sizes), report["buckets"] * BUCKET_BYTES * segments)
 
 
 def test_a_load_that_the_engine_refuses_ends_the_run(trained: Run) -> None:
@@ -71,8 +67,8 @@ def test_an_engine_that_computes_otherwise_stops_the_run(drifted: Run) -> None:
 
 
 @pytest.mark.extended  # in the default selection: what each part of verl does then, in tests/unit
-def test_switched_off_it_is_stock_verl_and_leaves_no_trace(tmp_path: Path) -> None:
-    stock = main_ppo(Setup((DUMMY, SMALL_BUCKETS, f"{ROLLOUT}.custom.sync.enabled=False")), tmp_path)
+def test_switched_off_it_is_stock_verl_and_leaves_no_trace(play: Play) -> None:
+    stock = play(f"{ROLLOUT}.custom.sync.enabled=False")
     checks.reached(stock, steps=1)
     checks.same_weights(stock)
     assert stock.matching(r"driver: weight sync off, stock verl moves the weights")

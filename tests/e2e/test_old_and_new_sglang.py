@@ -16,7 +16,7 @@ import pytest
 
 from e2e import checks
 from e2e.releases import INSTALLED, PAGE, RELEASES, row, rows, table
-from e2e.runs import DUMMY, ROLLOUT, SMALL_BUCKETS, Run, Setup, main_ppo
+from e2e.runs import DUMMY, ROLLOUT, SMALL_BUCKETS, Setup, main_ppo
 from fresh_process import folder_with, passed
 from pages import check
 
@@ -37,24 +37,22 @@ def folder_of_release(release: str, tmp_path_factory: pytest.TempPathFactory) ->
     return folder_with(tmp_path_factory, f"sglang=={release}", *RELEASES[release])
 
 
-@pytest.fixture(scope="session")
-def trained(
-    release: str, folder_of_release: Path, tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
-) -> Run:
+def test_release_trains_with_the_weights_of_the_plugin_as_the_table_says(
+    release: str, folder_of_release: Path, tiny_model: Callable[[str], str], tmp_path: Path
+) -> None:
     """Two steps, so three syncs."""
-    model = Path(tiny_model("qwen2"))
     path = () if release == INSTALLED else (str(folder_of_release),)
-    setup = Setup(OVERRIDES, steps=2, model=model, change="versions", path=path)
-    return main_ppo(setup, tmp_path_factory.mktemp("trained"))
-
-
-def test_release_trains_with_the_weights_of_the_plugin(trained: Run, release: str, folder_of_release: Path) -> None:
+    setup = Setup(OVERRIDES, steps=2, model=Path(tiny_model("qwen2")), change="versions", path=path)
+    trained = main_ppo(setup, tmp_path)
     checks.whole(trained, steps=2, ranks=1)
     server = re.search(r"\(SyncSGLangHttpServer pid=(\d+)\)", trained.text)
     assert server is not None, trained.tail
     # Ray prints "(pid=…)" alone until it knows the actor's name
     said = rf"\((\w+ )?pid={server[1]}\) \[e2e\] sglang {re.escape(release)} from {re.escape(str(folder_of_release))}/"
     assert trained.matching(said), trained.tail
+    difference = max(metrics["training/rollout_probs_diff_max"] for metrics in trained.logged.values())
+    found = {**rows(), release: row(release, trained.reports, difference, checks.MOST_DIFFERENCE)}
+    check(PAGE, "releases", table(found))
 
 
 def test_answers_that_span_a_sync_tell_so(release: str, folder_of_release: Path) -> None:
@@ -64,10 +62,3 @@ def test_answers_that_span_a_sync_tell_so(release: str, folder_of_release: Path)
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(folder_of_release))))
     tests = "go_on_with_new_weights and not abort"
     assert "2 passed" in passed("contract/pause_modes.py", "-k", tests, PYTHONPATH=path)
-
-
-def test_the_table_says_what_was_found(trained: Run, release: str) -> None:
-    assert trained.logged, trained.tail
-    difference = max(metrics["training/rollout_probs_diff_max"] for metrics in trained.logged.values())
-    found = {**rows(), release: row(release, trained.reports, difference, checks.MOST_DIFFERENCE)}
-    check(PAGE, "releases", table(found))

@@ -7,7 +7,6 @@ All of it in ``make test-all``. ``make test`` has what each shows in the contrac
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,20 +14,18 @@ import pytest
 
 import tiny_models
 from e2e import checks
-from e2e.runs import DUMMY, MODEL, ROLLOUT, SMALL_BUCKETS, Run, Setup, main_ppo
+from e2e.runs import DUMMY, MODEL, ROLLOUT, SMALL_BUCKETS, Play, Run, Setup, main_ppo
 from fresh_process import folder_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1000)]
 
-Tiny = Callable[[str], str]
 
-
-def test_every_step_of_colocate_async_is_synced_and_answers_go_on_after_it(tiny_model: Tiny, tmp_path: Path) -> None:
+def test_every_step_of_colocate_async_is_synced_and_answers_go_on_after_it(play: Play) -> None:
     """verl's ``colocate_async`` trainer: one GPU for both, and requests that a sync cuts off. Three steps; a batch more
     than a step takes is in flight whenever verl aborts, so a step trains on answers that the weights of the step before
     have begun."""
     trainer = ("trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=1")
-    run = main_ppo(Setup((*trainer, DUMMY, SMALL_BUCKETS), 1, 3, Path(tiny_model("qwen2"))), tmp_path)
+    run = play(*trainer, steps=3)
     checks.reached(run, steps=3)
     checks.plugin_ran(run, ranks=1)
     checks.reported(run, steps=3)
@@ -38,12 +35,11 @@ def test_every_step_of_colocate_async_is_synced_and_answers_go_on_after_it(tiny_
     assert max(found) >= 1, found
 
 
-def test_the_legacy_trainer_and_a_mixtral_are_synced_and_reported(tiny_model: Tiny, tmp_path: Path) -> None:
+def test_the_legacy_trainer_and_a_mixtral_are_synced_and_reported(play: Play) -> None:
     """verl's legacy trainer, whose task runner resolves the config before it loads plugins; two steps of a Mixtral,
     whose trainer holds other tensors than its checkpoint: stock verl sends the router and all experts under names that
     SGLang skips. Embedding and head are tied, and SGLang's class has a head of its own."""
-    overrides = ("trainer.use_v1=False", DUMMY, SMALL_BUCKETS)
-    run = main_ppo(Setup(overrides, steps=2, model=Path(tiny_model("mixtral-tied"))), tmp_path)
+    run = play("trainer.use_v1=False", kind="mixtral-tied", steps=2)
     checks.reached(run, steps=2)
     checks.same_weights(run)
     assert run.matching("Legacy trainer `main_ppo_v0.py` is deprecated"), run.tail
@@ -59,11 +55,10 @@ def test_the_legacy_trainer_and_a_mixtral_are_synced_and_reported(tiny_model: Ti
     assert run.reports[-1]["replayed_tensors"] == run.reports[-1]["tensors"], run.reports
 
 
-def test_engines_that_keep_their_memory_are_synced_once_a_step(tiny_model: Tiny, tmp_path: Path) -> None:
+def test_engines_that_keep_their_memory_are_synced_once_a_step(play: Play) -> None:
     """Two rollout engines with ``free_cache_engine=False``, next to an FSDP1 trainer of two ranks; two steps, so three
     syncs of two engines, in which nothing is resumed."""
-    overrides = ("actor_rollout_ref.actor.strategy=fsdp", "+sync=colocated_resident", DUMMY, SMALL_BUCKETS)
-    run = main_ppo(Setup(overrides, 2, 2, Path(tiny_model("qwen2")), replicas=2), tmp_path)
+    run = play("actor_rollout_ref.actor.strategy=fsdp", "+sync=colocated_resident", ranks=2, steps=2, replicas=2)
     checks.reached(run, steps=2)
     checks.same_weights(run)
     for replica in (0, 1):
@@ -89,7 +84,7 @@ class Case(NamedTuple):
     kind: str  # as make_model.py names it
     model: str  # SGLang's class for it
     ranks: int  # of the trainer, and tensor-parallel ones of the engine
-    overrides: tuple[str, ...] = (DUMMY,)
+    overrides: tuple[str, ...] = ()
     megatron: tuple[int, int, int] | None = None  # tensor, pipeline and expert parallel size; FSDP2 without
     left: int = 0  # tensors that the model loads itself
     missing: int = 0  # parameters and buffers that no sync writes
@@ -97,7 +92,7 @@ class Case(NamedTuple):
 
 # Only eager attention caps its logits in the trainer. A buffer that is in no checkpoint forbids random weights, so
 # it is the second step that shows a sync: the checkpoint's weights are stale by then
-EAGER = (f"{MODEL}.override_config.attn_implementation=eager",)
+EAGER = f"{MODEL}.override_config.attn_implementation=eager", f"{ROLLOUT}.load_format=auto"
 CASES = {
     "mixtral": Case("mixtral", "MixtralForCausalLM", 2),
     "gemma2": Case("gemma2", "Gemma2ForCausalLM", 1, EAGER, left=9, missing=1),
@@ -107,10 +102,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_the_engine_has_the_weights_of_every_step(case: Case, tiny_model: Tiny, tmp_path: Path) -> None:
-    model = Path(tiny_model(case.kind))
-    setup = Setup((*case.overrides, SMALL_BUCKETS), case.ranks, steps=2, model=model, megatron=case.megatron)
-    trained = main_ppo(setup, tmp_path)
+def test_the_engine_has_the_weights_of_every_step(case: Case, play: Play) -> None:
+    trained = play(*case.overrides, kind=case.kind, ranks=case.ranks, steps=2, megatron=case.megatron)
     manager = "MegatronSGLangShardingManager" if case.megatron else "FSDP2SGLangShardingManager"
     backup = "off" if case.megatron else "on"  # of a family that is not known to be covered a copy is kept
     checks.whole(trained, 2, case.ranks, manager, model=case.model, backup=backup)
@@ -128,19 +121,17 @@ SERVED = (
 )
 
 
-@pytest.mark.parametrize("overrides", [(SMALL_BUCKETS,), SERVED], ids=["full", "served"])
-def test_an_older_verl_trains(
-    overrides: tuple[str, ...], tiny_model: Tiny, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+@pytest.mark.parametrize("overrides", [(), SERVED], ids=["full", "served"])
+def test_an_older_verl_trains(overrides: tuple[str, ...], play: Play, tmp_path_factory: pytest.TempPathFactory) -> None:
     """SGLang starts with random weights; served as an adapter or not, all that it needs must have come by a sync."""
-    folder, model = folder_with(tmp_path_factory, f"verl=={VERL}"), Path(tiny_model("qwen2"))
-    run = main_ppo(Setup((DUMMY, *overrides), steps=2, model=model, change="versions", path=(str(folder),)), tmp_path)
+    folder = folder_with(tmp_path_factory, f"verl=={VERL}")
+    run = play(*overrides, steps=2, change="versions", path=(str(folder),))
     checks.reached(run, steps=2)
     said = {line.text.partition("[e2e] ")[2] for line in run.matching(r"\[e2e\] verl ")}
     assert said == {f"verl {VERL} from {folder}/verl/__init__.py"}, run.tail
     checks.same_weights(run)
     checks.reported(run, steps=2)
-    if overrides is SERVED:
+    if overrides:
         factors = 2 * 2 * 4  # A and B of four linear layers in two blocks
         assert run.reports[0]["buckets"] > 0 and not run.reports[0]["coverage_missing"], run.reports
         assert [report["tensors"] for report in run.reports[1:]] == [factors] * 2, run.reports

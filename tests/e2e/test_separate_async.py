@@ -5,13 +5,11 @@ its own GPUs, too; of ``one_step_off`` and ``fully_async``, whose mains, workers
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from e2e import checks
-from e2e.runs import DUMMY, ROLLOUT, SHORT_WAIT, SMALL_BUCKETS, Run, Setup, main_ppo
+from e2e.runs import ROLLOUT, SHORT_WAIT, Play, Run
 from verl_sync_plugin.rollouts.sglang.request import FORGETTING_LOADER
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
@@ -20,8 +18,6 @@ COMMON = (
     "+sync=separate",
     "trainer.v1.separate_async.parameter_sync_step=1",
     f"{ROLLOUT}.nnodes=1",
-    DUMMY,
-    SMALL_BUCKETS,
     SHORT_WAIT,
 )
 LONG = 900  # tokens of every response; a batch of them takes longer than a step
@@ -42,13 +38,11 @@ def synced(run: Run, versions: list[int]) -> None:
     assert not run.matching("stock verl moves the weights|stock loading"), run.tail
 
 
-def test_every_engine_is_synced_and_a_replica_that_dies_costs_that_sync_alone(
-    tiny_model: Callable[[str], str], tmp_path: Path
-) -> None:
+def test_every_engine_is_synced_and_a_replica_that_dies_costs_that_sync_alone(play: Play) -> None:
     """Three steps of a trainer rank that shares its GPU with an engine, and of two replicas with GPUs of their own. A
     scheduler of SGLang's in one of these dies in the sync after the second step."""
-    overrides = (*COMMON, f"{ROLLOUT}.n_gpus_per_node=2", "++ray_kwargs.ray_init.num_gpus=3")
-    separate = main_ppo(Setup(overrides, 1, 3, Path(tiny_model("qwen2")), change="dying_engine"), tmp_path)
+    gpus = f"{ROLLOUT}.n_gpus_per_node=2", "++ray_kwargs.ray_init.num_gpus=3"
+    separate = play(*COMMON, *gpus, steps=3, change="dying_engine")
     checks.reached(separate, steps=3)
     for rank in (1, 2):
         assert separate.matching(rf"rollout rank {rank}: engine rank 0 of 1, separate from the trainer"), separate.tail
@@ -70,11 +64,11 @@ def costs_are_logged(run: Run) -> None:
 
 
 @pytest.mark.extended
-def test_a_megatron_trainer_syncs_the_separate_engine(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
+def test_a_megatron_trainer_syncs_the_separate_engine(play: Play) -> None:
     """Three steps of two tensor-parallel ranks of Megatron, an engine on their GPUs and one on GPUs of its own."""
     on_policy = "trainer.v1.separate_async.num_warmup_batches=0"  # answers are of the version that the trainer holds
-    overrides = (*COMMON, on_policy, f"{ROLLOUT}.n_gpus_per_node=2", "++ray_kwargs.ray_init.num_gpus=4")
-    megatron = main_ppo(Setup(overrides, 2, 3, Path(tiny_model("qwen2")), megatron=(2, 1, 1)), tmp_path)
+    gpus = f"{ROLLOUT}.n_gpus_per_node=2", "++ray_kwargs.ray_init.num_gpus=4"
+    megatron = play(*COMMON, on_policy, *gpus, ranks=2, steps=3, megatron=(2, 1, 1))
     checks.reached(megatron, steps=3)
     synced(megatron, EVERY)
     assert any(report["manager"] == "MegatronSGLangShardingManager" for report in megatron.reports), megatron.reports
@@ -83,9 +77,7 @@ def test_a_megatron_trainer_syncs_the_separate_engine(tiny_model: Callable[[str]
 
 
 @pytest.mark.extended  # of the same without verl's trainer: tests/contract/test_pause_modes.py
-def test_responses_span_the_syncs_of_an_engine_that_keeps_its_requests(
-    tiny_model: Callable[[str], str], tmp_path: Path
-) -> None:
+def test_responses_span_the_syncs_of_an_engine_that_keeps_its_requests(play: Play) -> None:
     """Three steps with requests that stay in the separate engine while it is synced; all responses are long."""
     overrides = (
         *(*COMMON, f"{ROLLOUT}.custom.sync.pause=retract", f"{ROLLOUT}.n_gpus_per_node=1"),
@@ -93,12 +85,12 @@ def test_responses_span_the_syncs_of_an_engine_that_keeps_its_requests(
         f"{ROLLOUT}.max_num_seqs=8",  # one batch, so the next one is in flight whenever a step has its own
         "trainer.v1.separate_async.num_warmup_batches=2",
     )
-    spanning = main_ppo(Setup(overrides, 1, 3, Path(tiny_model("qwen2")), change="noting_pauses"), tmp_path)
+    spanning = play(*overrides, steps=3, change="noting_pauses")
     checks.reached(spanning, steps=3)
     assert spanning.matching(rf"rollout server: {re.escape(FORGETTING_LOADER)}, "), spanning.tail
     synced(spanning, EVERY)
-    assert len(spanning.matching("test: paused by a driver, 0 requests stayed")) == 1, spanning.tail
-    loads = spanning.matching(r"test: paused by its load, \d+ requests stayed")
+    assert len(spanning.matching(r"\[e2e\] paused by a driver, 0 requests stayed")) == 1, spanning.tail
+    loads = spanning.matching(r"\[e2e\] paused by its load, \d+ requests stayed")
     stayed = [line for line in loads if " 0 requests" not in line.text]
     assert len(loads) == 3 and stayed, "the sync after each step pauses by itself, with requests in flight"
     spans = [spanning.logged[step]["training/off_policy/trajectory_spans/max"] for step in (1, 2, 3)]
@@ -109,14 +101,14 @@ def test_responses_span_the_syncs_of_an_engine_that_keeps_its_requests(
 
 EXPERIMENTAL = (
     *(f"{ROLLOUT}.checkpoint_engine.backend=sync_plugin", "rollout.nnodes=1", "rollout.n_gpus_per_node=1"),
-    *("actor_rollout_ref.hybrid_engine=False", DUMMY, SMALL_BUCKETS, SHORT_WAIT, "++ray_kwargs.ray_init.num_gpus=2"),
+    *("actor_rollout_ref.hybrid_engine=False", SHORT_WAIT, "++ray_kwargs.ray_init.num_gpus=2"),
     "ray_kwargs.ray_init.num_cpus=64",  # their actors ask for ten each
 )
 
 
-def of_experimental(main: str, overrides: tuple[str, ...], model: str, folder: Path) -> Run:
+def of_experimental(main: str, overrides: tuple[str, ...], play: Play) -> Run:
     """Three steps of one trainer rank and a replica with a GPU of its own."""
-    run = main_ppo(Setup((*EXPERIMENTAL, *overrides), 1, 3, Path(model), main=f"verl.experimental.{main}"), folder)
+    run = play(*EXPERIMENTAL, *overrides, steps=3, main=f"verl.experimental.{main}")
     synced(run, EVERY)
     of_engine = [report for report in run.reports if report["manager"] == "SeparateRollout"]
     assert [report["verified_tensors"] for report in of_engine] == [of_engine[0]["tensors"]] * 3 + [0], of_engine
@@ -126,26 +118,22 @@ def of_experimental(main: str, overrides: tuple[str, ...], model: str, folder: P
 
 
 @pytest.mark.extended
-def test_one_step_off_is_synced_in_every_step_and_logs_what_that_cost(
-    tiny_model: Callable[[str], str], tmp_path: Path
-) -> None:
+def test_one_step_off_is_synced_in_every_step_and_logs_what_that_cost(play: Play) -> None:
     # verl's own search path is a folder relative to a checkout of verl
     overrides = ("hydra.searchpath=[pkg://verl.trainer.config]",)
-    run = of_experimental("one_step_off_policy.main_ppo", overrides, tiny_model("qwen2"), tmp_path)
+    run = of_experimental("one_step_off_policy.main_ppo", overrides, play)
     checks.reached(run, steps=3)
     costs_are_logged(run)
 
 
 @pytest.mark.extended
-def test_fully_async_is_synced_before_the_first_step_and_after_each(
-    tiny_model: Callable[[str], str], tmp_path: Path
-) -> None:
+def test_fully_async_is_synced_before_the_first_step_and_after_each(play: Play) -> None:
     overrides = (
         *("rollout.n=2", "rollout.total_rollout_steps=12"),  # prompts, of which a step takes four
         *("data.train_batch_size=0", "async_training.trigger_parameter_sync_step=1"),
         "async_training.staleness_threshold=0.5",
     )
-    run = of_experimental("fully_async_policy.fully_async_main", overrides, tiny_model("qwen2"), tmp_path)
+    run = of_experimental("fully_async_policy.fully_async_main", overrides, play)
     assert run.returncode == 0 and not run.leftovers, (run.tail, run.leftovers)
     for step in (1, 2, 3):
         assert run.matching(rf"FullyAsyncTrainer\] global_steps: {step} "), run.tail

@@ -28,7 +28,7 @@ from transformers import (
 import tiny_models
 from contract.families import MROPE, QWEN3_VISION, QWEN_VISION
 from e2e import checks
-from e2e.runs import DUMMY, ROLLOUT, SMALL_BUCKETS, Run, Setup, main_ppo
+from e2e.runs import DUMMY, ROLLOUT, SMALL_BUCKETS, Setup, main_ppo
 from fresh_process import folder_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1000)]
@@ -42,52 +42,33 @@ CLASSES = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen
 CASES = [("qwen2_5_vl", 1, True), ("qwen2_5_vl", 2, False), ("qwen3_vl", 2, False), ("qwen3_vl", 1, True)]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}-{'frozen' if case[2] else 'all'}")
-def case(request: pytest.FixtureRequest) -> tuple[str, int, bool]:
-    found: tuple[str, int, bool] = request.param
-    return found
-
-
-@pytest.fixture(scope="module")
-def trained(case: tuple[str, int, bool], tmp_path_factory: pytest.TempPathFactory) -> Run:
+@pytest.mark.parametrize(("kind", "ranks", "frozen"), CASES)
+def test_the_engine_has_the_tower_of_every_step(
+    kind: str, ranks: int, frozen: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Two steps, so three syncs; the engine starts with random weights, so only a sync can bring the tower's."""
-    kind, ranks, frozen = case
-    folder, packages = tmp_path_factory.mktemp(kind), folder_with(tmp_path_factory, *PACKAGES[kind])
-    prompts = write_prompts(folder / "images.parquet")
+    packages, prompts = folder_with(tmp_path_factory, *PACKAGES[kind]), write_prompts(tmp_path / "images.parquet")
     overrides = (
-        f"data.train_files={prompts}",
-        f"data.val_files={prompts}",
-        "data.max_prompt_length=96",
-        DUMMY,
-        SMALL_BUCKETS,
-        f"{ROLLOUT}.custom.sync.verify=always",
+        *(f"data.train_files={prompts}", f"data.val_files={prompts}", "data.max_prompt_length=96"),
+        *(DUMMY, SMALL_BUCKETS, f"{ROLLOUT}.custom.sync.verify=always"),
         f"actor_rollout_ref.actor.freeze_vision_tower={frozen}",
     )
-    model = write(kind, folder / "model")
     change = "frozen_tower" if frozen else "trained_tower"
-    setup = Setup(overrides, ranks, 2, model, change=change, path=(str(packages),))
-    return main_ppo(setup, tmp_path_factory.mktemp("run"))
-
-
-def test_the_engine_has_the_trainers_weights_at_every_step(trained: Run) -> None:
+    setup = Setup(overrides, ranks, 2, write(kind, tmp_path / "model"), change=change, path=(str(packages),))
+    trained = main_ppo(setup, tmp_path_factory.mktemp("run"))
     checks.reached(trained, steps=2)
     checks.same_weights(trained)
     for step in (1, 2):
         checks.metrics_complete(trained.logged[step], step)
-
-
-def test_the_plugin_moved_and_compared_every_tensor(trained: Run, case: tuple[str, int, bool]) -> None:
+    # every tensor has been moved and compared
     checks.reported(trained, steps=2)
-    for rank in range(case[1]):
-        assert trained.matching(rf"loader active, rank {rank} of {CLASSES[case[0]]}"), trained.tail
+    for rank in range(ranks):
+        assert trained.matching(rf"loader active, rank {rank} of {CLASSES[kind]}"), trained.tail
     for report in trained.reports:
         assert report["coverage_missing"] == 0 and report["not_comparable"] == 0, report
         assert report["verified_tensors"] == report["tensors"] > 50, report
     assert trained.reports[-1]["replayed_tensors"] == trained.reports[-1]["tensors"], trained.reports
-
-
-def test_the_tower_is_trained_unless_it_is_frozen(trained: Run, case: tuple[str, int, bool]) -> None:
-    _, ranks, frozen = case
+    # the tower is trained unless it is frozen
     assert len(trained.matching(r"\[e2e\] language: [1-9]\d* of \d+ parameters changed")) == 2 * ranks, trained.tail
     changed = r"0 of \d+" if frozen else r"[1-9]\d* of \d+"
     assert len(trained.matching(rf"\[e2e\] tower: {changed} parameters changed")) == 2 * ranks, trained.tail

@@ -18,21 +18,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from verl.workers.config import HFModelConfig, RolloutConfig
 
 from bare_engine import trainer
-from bare_engine.scenario import PROMPT
 from faults import points
-from faults.actor import worker_calls
+from faults.actor import Handle, serve, worker_calls
 from faults.cells import GROUP_SECONDS, SLACK_SECONDS, T
+from verl_sync_plugin.transport import agreement
 
 BUCKET_BYTES, GATE_SECONDS = 40_000, 3.0
 ARM = "faults.points.arm_engine"
 
 
 def rollout_config(delivery: str) -> Any:
-    """verl's."""
-    from verl.workers.config import RolloutConfig
-
     sync = {"timeout_seconds": T, "delivery": delivery, "verify": "always"}
     return RolloutConfig(
         name="sglang",
@@ -56,27 +54,16 @@ class Trainer:
         for seed, name in enumerate("AB"):
             trainer.perturb(self.trainer, seed, 0.005)
             self._states[name] = trainer.local_state(self.trainer)
-        self._server, self._adapter = server, None
-        self._place = "leader" if rank == 0 else "trainer"
-        self._prepare()
-
-    def _prepare(self) -> None:
-        """After the trainer's model: SGLang changes what transformers builds."""
-        from types import SimpleNamespace
-
-        from verl.workers.config import HFModelConfig
-
-        from faults.actor import Handle
-        from verl_sync_plugin.transport import agreement
-
         agreement.together_seconds = lambda seconds: 3 * seconds + SLACK_SECONDS
-        self._model_config = HFModelConfig(path=self.model)
+        self._model_config, self._adapter = HFModelConfig(path=model), None
         self._mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp", "infer_tp", "infer_pp"))
-        self._handle = Handle(self._server) if self._server is not None else SimpleNamespace()
+        self._handle = Handle(server) if server is not None else None
+        self._place = "leader" if rank == 0 else "trainer"
         points.install(self._place)
 
     def begin(self, delivery: str) -> None:
         """A new adapter, whose next sync is its first."""
+        # After the trainer's model: SGLang changes what transformers builds
         from verl_sync_plugin.rollouts.sglang.adapter import SyncServerAdapter
 
         if self._adapter is not None:
@@ -147,10 +134,8 @@ class Server:
 
     def _serve(self) -> None:
         import psutil
-        from verl.workers.config import HFModelConfig
         from verl.workers.rollout.replica import RolloutMode
 
-        from faults.actor import serve
         from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
 
         points.install("server")
@@ -196,5 +181,5 @@ class Server:
         except RuntimeError:
             return "a refusal"
         sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
-        output = await self.server.generate(PROMPT, sampling, f"request-{self.dumps}")
+        output = await self.server.generate(trainer.PROMPT, sampling, f"request-{self.dumps}")
         return "an answer" if output.token_ids else "no tokens"

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import itertools
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import pytest
 
 from faults.cells import LOADED, SLOW_SECONDS, Cell, matrix
 from ports import free_port
-from separate.driver import Failure, Member
+from separate.driver import Failure, Member, together
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -36,15 +34,9 @@ SYNCS_BEFORE = {"first": 0, "second": 1, "direct": 2}
 
 
 class World:
-    """Two trainer ranks and a server with an engine of two ranks; lasts until a cell takes one of them away.
-
-    Args:
-        model: checkpoint that the trainer begins with.
-        folder: to be made.
-    """
+    """Two trainer ranks and a server with an engine of two ranks; lasts until a cell does not leave it ``whole``."""
 
     def __init__(self, model: str, folder: Path) -> None:
-        folder.mkdir()
         port = free_port()
         ours, theirs = multiprocessing.get_context("spawn").Pipe()
         self.server = Member("faults.processes.Server", model, str(folder), theirs)
@@ -55,17 +47,16 @@ class World:
         theirs.close()
         self._processes: list[psutil.Process] = []
         self._version, self._new = 0, ""  # of the sync under way
-        self.whole = True
-        with ExitStack() as failing:
-            failing.callback(self.close)
-            assert [each.answer() for each in (self.server, *self.trainers)] == ["ready"] * 3
-            self._processes = psutil.Process(self.server.process.pid).children(recursive=True)
-            sets = {name: self._trainers("save", name)[0] for name in "AB"}
-            assert self.server.ask("learn", sets).answer() is None
-            failing.pop_all()
+        self.whole = False
+
+    def _begin(self) -> None:
+        assert [each.answer() for each in (self.server, *self.trainers)] == ["ready"] * 3
+        self._processes = psutil.Process(self.server.process.pid).children(recursive=True)
+        sets = {name: self._trainers("save", name)[0] for name in "AB"}
+        assert self.server.ask("learn", sets).answer() is None
 
     def _trainers(self, method: str, *args: Any) -> list[Any]:
-        return [each.answer() for each in [each.ask(method, *args) for each in self.trainers]]
+        return together(self.trainers, method, *args)
 
     def _of(self, cell: Cell) -> Member:
         return self.server if cell.place in ("engine", "server") else self.trainers[cell.heard_by]
@@ -83,6 +74,9 @@ class World:
     def run(self, cell: Cell) -> None:
         """Plays a cell, whose first sync is also the first that trainer and engine know of, and checks all that is
         promised of it."""
+        if not self.whole:
+            self._begin()
+        self.whole = False
         delivery = "auto" if cell.sync == "direct" else "staged"
         assert [*self._trainers("begin", delivery), self.server.ask("arm", "", "").answer()] == [None] * 3
         self._trainers("put", "A")
@@ -98,10 +92,10 @@ class World:
         seconds = time.monotonic() - started
         text = self._check(cell, answers, seconds, {old, self._new})
         if cell.must_restart:
-            self.whole = False
             self._check_restart(cell, text)
         else:
             self._check_next()
+            self.whole = True
 
     def _healthy(self) -> str:
         """A sync that must succeed, as verl makes it."""
@@ -208,41 +202,35 @@ class World:
             assert all(isinstance(answer, Failure) and RESTART in answer.text for answer in answers), answers
 
 
-class Worlds:
-    """The world that the last cell left whole, or a new one."""
-
-    def __init__(self, model: str, folder: Path) -> None:
-        self._model, self._folder, self._numbers = model, folder, itertools.count()
-        self._world: World | None = None
-
-    def play(self, cell: Cell) -> None:
-        if self._world is None:
-            self._world = World(self._model, self._folder / str(next(self._numbers)))
-        with ExitStack() as ending:
-            ending.callback(self.close)
-            self._world.run(cell)
-            if self._world.whole:
-                ending.pop_all()
-
-    def close(self) -> None:
-        if self._world is not None:
-            self._world.close()
-            self._world = None
+Play = Callable[[Cell], None]
 
 
 @pytest.fixture(scope="module")
-def worlds(tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
-    made = Worlds(tiny_model("qwen2"), tmp_path_factory.mktemp("worlds"))
-    yield made
-    made.close()
+def play(tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
+    """Plays a cell in the world that the last one left whole, or in a new one."""
+    whole: list[World] = []
+
+    def in_a_world(cell: Cell) -> None:
+        world = whole.pop() if whole else World(tiny_model("qwen2"), tmp_path_factory.mktemp("world"))
+        try:
+            world.run(cell)
+        finally:
+            if world.whole:
+                whole.append(world)
+            else:
+                world.close()
+
+    yield in_a_world
+    for world in whole:
+        world.close()
 
 
 @pytest.mark.parametrize("cell", SMOKE, ids=str)
-def test_some_faults_end_as_promised(cell: Cell, worlds: Worlds) -> None:
-    worlds.play(cell)
+def test_some_faults_end_as_promised(cell: Cell, play: Play) -> None:
+    play(cell)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("cell", matrix(), ids=str)
-def test_every_fault_ends_as_promised(cell: Cell, worlds: Worlds) -> None:
-    worlds.play(cell)
+def test_every_fault_ends_as_promised(cell: Cell, play: Play) -> None:
+    play(cell)

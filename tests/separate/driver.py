@@ -20,6 +20,8 @@ import torch.multiprocessing as mp
 
 from ports import free_port
 
+SECONDS = 240.0  # bound on every answer
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -44,7 +46,7 @@ class Member:
         self._pipe.send((method, args))
         return self
 
-    def answer(self, seconds: float = 240.0) -> Any:
+    def answer(self, seconds: float = SECONDS) -> Any:
         """Returns what the call returned, a ``Failure``, or ``None`` when the process is dead."""
         try:
             if not self._pipe.poll(seconds):
@@ -52,14 +54,6 @@ class Member:
             return self._pipe.recv()
         except (EOFError, ConnectionResetError):
             return None
-
-    def end(self) -> None:
-        if self.process.is_alive():
-            with suppress(OSError):  # it may be dying, which must not keep the others from being ended
-                self.ask("end")
-            self.process.join(20)
-        if self.process.is_alive():
-            self.process.kill()
 
 
 def _serve(kind: str, pipe: Connection, args: tuple[Any, ...]) -> None:
@@ -77,11 +71,11 @@ def _serve(kind: str, pipe: Connection, args: tuple[Any, ...]) -> None:
             return
 
 
-def together(members: Sequence[Member], method: str, *args: Any) -> list[Any]:
+def together(members: Sequence[Member], method: str, *args: Any, seconds: float = SECONDS) -> list[Any]:
     """The same call to all, at the same time; their answers in order."""
     for member in members:
         member.ask(method, *args)
-    return [member.answer() for member in members]
+    return [member.answer(seconds) for member in members]
 
 
 def end(members: Sequence[Member]) -> None:
@@ -90,7 +84,8 @@ def end(members: Sequence[Member]) -> None:
         with suppress(OSError):
             member.ask("end")
     for member in members:
-        member.end()
+        member.process.join(20)
+        member.process.kill()
 
 
 class Driver:
@@ -101,12 +96,12 @@ class Driver:
 
     def sync(self, version: int, rollouts: list[Member]) -> list[Any]:
         """Answers of the trainer ranks, then of the rollout ranks."""
-        from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
+        from verl.checkpoint_engine import CheckpointEngineRegistry
 
         everyone = [*self.trainers, *rollouts]
         said = together(everyone, "prepare")
         sizes = len(self.trainers), len(rollouts)
-        parts = SyncCheckpointEngine.build_topology(*sizes, said)
+        parts = CheckpointEngineRegistry.get("sync_plugin").build_topology(*sizes, said)
         places = [place for part in parts for place in zip(part["rank"], part["members"], strict=True)]
         for member, place in zip(everyone, places, strict=True):
             member.ask("join", *place)

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from bare_engine import trainer
 
 TIMEOUT = 20.0
-BUCKET_BYTES = 60_000
+SYNC = {"timeout_seconds": TIMEOUT}
+BACKEND, BUCKET_BYTES = "sync_plugin", 60_000
 RANK, SCALING = 8, 2  # of adapters
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # SGLang fuses some
 
@@ -29,10 +29,10 @@ class Host:
         os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
         os.environ.update(MASTER_PORT=str(port), SGLANG_CPU_OMP_THREADS_BIND="|".join(map(str, range(world))))
         dist.init_process_group("cpu:gloo", rank=rank, world_size=world)
-        from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
+        from verl.checkpoint_engine import CheckpointEngineRegistry
 
-        sync = {"timeout_seconds": TIMEOUT}
-        self.engine: Any = SyncCheckpointEngine(BUCKET_BYTES, is_master, sync=sync, rollout="sglang")
+        given = {"bucket_size": BUCKET_BYTES, "is_master": is_master, "sync": SYNC, "rollout": "sglang"}
+        self.engine: Any = CheckpointEngineRegistry.new(BACKEND, **given)
 
     def prepare(self) -> Any:
         return self.engine.prepare()
@@ -42,9 +42,7 @@ class Host:
 
     def place(self, host: str) -> None:
         """From the next group on this process is on a host of that name."""
-        from verl_sync_plugin.sync import ways
-
-        ways.host_name = lambda: host
+        socket.gethostname = lambda: host  # type: ignore[assignment]
 
     def report(self) -> dict[str, Any]:
         report: dict[str, Any] = self.manager().report.as_dict()
@@ -94,22 +92,6 @@ class Trainer(Host):
 
     def share(self, folder: Path) -> None:
         trainer.share(self.trainer, folder)
-
-    def hide_staging(self, hidden: bool) -> None:
-        """No engine rank can open this rank's slots while they are hidden."""
-        from verl_sync_plugin.sync.sender import BucketSender
-
-        honest = BucketSender.export
-
-        def elsewhere(sender: BucketSender, reader: int = 0) -> Any:
-            there = honest(sender, reader)
-            return replace(there, key=f"gone: {there.key}", handle=("/nowhere/at/all",))
-
-        if hidden:
-            self._hidden = mock.patch.object(BucketSender, "export", elsewhere)
-            self._hidden.start()
-        else:
-            self._hidden.stop()
 
     def save(self, folder: Path) -> None:
         """Writes the trainer's weights as a checkpoint; collective over the trainer's ranks."""

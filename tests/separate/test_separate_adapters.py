@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from bare_engine.scenario import far
+from bare_engine.trainer import Words, far
 from separate.driver import Driver, Member, failed_alike, members, none_failed, together
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 # Of log-probabilities in bfloat16: the engine adds the adapter's share to a layer's output, transformers to its weight
 BOUND = 0.1
-Words = tuple[list[int], list[float]]
 
 
 def serves(driver: Driver, rollout: Member, folder: Path) -> Words:

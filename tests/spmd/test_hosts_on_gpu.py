@@ -11,8 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
 
 from several_hosts_on_gpu import play
+from verl_sync_plugin import SpmdRollout
+from verl_sync_plugin.errors import SyncError
+from verl_sync_plugin.rollouts import LOCAL, rollout_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -31,8 +37,6 @@ def change(module: Any, number: int) -> None:
 
 def failing(rollout: Any, module: Any, rank: int) -> str:
     """The second rank cannot pack the third bucket, while segments of the second are on their way."""
-    from verl_sync_plugin.errors import SyncError
-
     sender = rollout._manager.sender
     honest = sender.pack
 
@@ -53,13 +57,6 @@ def failing(rollout: Any, module: Any, rank: int) -> str:
 
 def syncs(rank: int, folder: str) -> list[Any]:
     """After each of four syncs, one of which follows a failure: what crossed the network, and what the engine holds."""
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-    from transformers import AutoModelForCausalLM
-
-    from verl_sync_plugin.rollouts import LOCAL, rollout_of
-    from verl_sync_plugin.spmd import SpmdRollout
-
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl")
     made: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()

@@ -15,10 +15,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
-import wrapt
+from wrapt import register_post_import_hook, wrap_function_wrapper
 
 PACKAGE = f"{os.sep}verl_sync_plugin{os.sep}"
 COLLECTIVES = (
@@ -28,88 +28,63 @@ COLLECTIVES = (
 RUN = Path(os.environ.get("SYNC_TEST_RUN", os.devnull))
 NUMBER = RUN / "number-of-the-sync"  # of those that are counted
 FIRST = 3
+_noted = SimpleNamespace(on=False, files=set(), rounds=[], inside=threading.local())
 
 
 @contextmanager
-def _profiled(files: set[str]) -> Iterator[None]:
+def _noting(role: str) -> Iterator[None]:
     """Notes the files of all calls in this thread, in threads that start meanwhile, and in pools of threads."""
-    honest = pool._WorkItem.run  # type: ignore[attr-defined]
-
-    def note(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call":
-            files.add(frame.f_code.co_filename)
-
-    def run(item: Any) -> None:
-        sys.setprofile(note)
-        try:
-            honest(item)
-        finally:
-            sys.setprofile(None)
-
+    _noted.on, _noted.files, _noted.rounds = True, set(), []
     for frame in sys._current_frames().values():  # what other threads are in the midst of
         at: FrameType | None = frame
         while at is not None:
-            files.add(at.f_code.co_filename)
+            _noted.files.add(at.f_code.co_filename)
             at = at.f_back
-    pool._WorkItem.run = run  # type: ignore[attr-defined]
-    threading.setprofile(note)
-    sys.setprofile(note)
+    threading.setprofile(_call)
+    sys.setprofile(_call)
     try:
         yield
     finally:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
-        pool._WorkItem.run = honest  # type: ignore[attr-defined]
-
-
-@contextmanager
-def _rounds(calls: list[str]) -> Iterator[None]:
-    """Notes the outermost collectives of torch.distributed, of any group."""
-    import torch.distributed as dist
-
-    inside = threading.local()
-
-    def counted(name: str, honest: Any) -> Any:
-        def collective(*args: Any, **more: Any) -> Any:
-            outermost = not getattr(inside, "one", False)
-            if outermost:
-                calls.append(name)
-            inside.one = True
-            try:
-                return honest(*args, **more)
-            finally:
-                inside.one = not outermost
-
-        return collective
-
-    honest = {name: getattr(dist, name) for name in COLLECTIVES}
-    for name, function in honest.items():
-        setattr(dist, name, counted(name, function))
-    try:
-        yield
-    finally:
-        for name, function in honest.items():
-            setattr(dist, name, function)
-
-
-@contextmanager
-def _noted(role: str) -> Iterator[None]:
-    files: set[str] = set()
-    calls: list[str] = []
-    with _rounds(calls), _profiled(files):
-        yield
-    ours = sorted(name.rpartition(PACKAGE)[2] for name in files if PACKAGE in name)
-    entry = json.dumps({"sync": int(NUMBER.read_text()), "role": role, "files": ours, "rounds": calls})
+        _noted.on = False
+    ours = sorted(name.rpartition(PACKAGE)[2] for name in _noted.files if PACKAGE in name)
+    entry = {"sync": int(NUMBER.read_text()), "role": role, "files": ours, "rounds": _noted.rounds}
     with open(RUN / "counted.jsonl", "a") as output:  # one short line per process and request
-        output.write(entry + "\n")
+        output.write(json.dumps(entry) + "\n")
+
+
+def _call(frame: FrameType, event: str, argument: Any) -> None:
+    if event == "call":
+        _noted.files.add(frame.f_code.co_filename)
+
+
+def _in_a_pool(honest: Any, item: Any, args: Any, more: Any) -> Any:
+    sys.setprofile(_call if _noted.on else None)
+    try:
+        return honest(*args, **more)
+    finally:
+        sys.setprofile(None)
+
+
+def _collective(honest: Any, group: Any, args: Any, more: Any) -> Any:
+    """One of torch.distributed, of any group; those that it makes itself are not counted."""
+    if not _noted.on or getattr(_noted.inside, "one", False):
+        return honest(*args, **more)
+    _noted.rounds.append(honest.__name__)
+    _noted.inside.one = True
+    try:
+        return honest(*args, **more)
+    finally:
+        _noted.inside.one = False
 
 
 def _in_the_trainer(workers: ModuleType) -> None:
-    build = workers.ActorRolloutRefWorker.__init__
+    import torch.distributed as dist
 
-    def __init__(self: Any, *args: Any, **more: Any) -> None:
-        build(self, *args, **more)
-        sync, syncs = self.update_weights, 0
+    def build(honest: Any, worker: Any, args: Any, more: Any) -> None:
+        honest(*args, **more)
+        sync, syncs = worker.update_weights, 0
 
         async def update_weights(*args: Any, **more: Any) -> Any:
             nonlocal syncs
@@ -117,41 +92,39 @@ def _in_the_trainer(workers: ModuleType) -> None:
             if syncs < FIRST:
                 return await sync(*args, **more)
             NUMBER.write_text(str(syncs))
-            with _noted("trainer"):
+            with _noting("trainer"):
                 return await sync(*args, **more)
 
-        self.update_weights = update_weights
+        worker.update_weights = update_weights
 
-    workers.ActorRolloutRefWorker.__init__ = __init__
+    for name in COLLECTIVES:
+        wrap_function_wrapper(dist, name, _collective)
+    wrap_function_wrapper(workers, "ActorRolloutRefWorker.__init__", build)
 
 
 def _in_the_engine(module: ModuleType) -> None:
-    def noting(honest: Any) -> Any:
-        def request(*args: Any, **more: Any) -> Any:
-            if not NUMBER.exists():
-                return honest(*args, **more)
-            with _noted("engine"):
-                return honest(*args, **more)
-
-        return request
+    def request(honest: Any, scheduler: Any, args: Any, more: Any) -> Any:
+        if not NUMBER.exists():
+            return honest(*args, **more)
+        with _noting("engine"):
+            return honest(*args, **more)
 
     for name in ("update_weights_from_tensor", "resume_memory_occupation"):
-        setattr(module.Scheduler, name, noting(getattr(module.Scheduler, name)))
+        wrap_function_wrapper(module, f"Scheduler.{name}", request)
 
 
 def _shared(module: ModuleType) -> None:
-    initialize = module.FSDPEngine.initialize
-
-    def sharing(self: Any) -> None:
+    def sharing(honest: Any, engine: Any, args: Any, more: Any) -> None:
         from bare_engine.trainer import share
 
-        initialize(self)
-        share(self, RUN)
+        honest(*args, **more)
+        share(engine, RUN)
 
-    module.FSDPEngine.initialize = sharing
+    wrap_function_wrapper(module, "FSDPEngine.initialize", sharing)
 
 
 if RUN.is_dir():
-    wrapt.register_post_import_hook(_in_the_trainer, "verl.workers.engine_workers")
-    wrapt.register_post_import_hook(_shared, "verl.workers.engine.fsdp.transformer_impl")
-    wrapt.register_post_import_hook(_in_the_engine, "sglang.srt.managers.scheduler")
+    wrap_function_wrapper(pool, "_WorkItem.run", _in_a_pool)
+    register_post_import_hook(_in_the_trainer, "verl.workers.engine_workers")
+    register_post_import_hook(_shared, "verl.workers.engine.fsdp.transformer_impl")
+    register_post_import_hook(_in_the_engine, "sglang.srt.managers.scheduler")
