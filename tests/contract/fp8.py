@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
-from contract.reading import CPU, Reader, State, check_same
-from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy
-from verl_sync_plugin.trainers.fp8 import QuantizingSource
+from contract.reading import Reader, State, check_same
 
 Blocks = Mapping[str, tuple[int, int]]
 
@@ -40,10 +39,12 @@ def projections(state: State, block: tuple[int, int]) -> Blocks:
     return {name: block for name, tensor in state.items() if tensor.dim() == 2 and name.endswith("_proj.weight")}
 
 
-def check_quantized(source: ParameterSource, expected: State, blocks: Blocks, bucket_bytes: int, sharded: bool) -> None:
-    """Syncs what ``source`` reads in fp8: it must be that of the whole tensors. Collective."""
-    quantizing = QuantizingSource(source, WirePolicy(torch.bfloat16, blocks=dict(blocks)), CPU, 30.0)
-    got = Reader(quantizing).sync(bucket_bytes, sharded)
+def check_quantized(manager: Any, expected: State, blocks: Blocks, bucket_bytes: int, sharded: bool) -> Reader:
+    """Syncs what a manager's trainer holds in fp8: it must be that of the whole tensors. Collective."""
+    manager.trainer.policy.blocks.update(blocks)
+    reader = Reader(manager.open_source())
+    got = reader.sync(bucket_bytes, sharded)
     bits = {name: t.view(torch.uint8) if t.dtype.itemsize == 1 else t for name, t in got.items()}
     wanted = {n: t.view(torch.uint8) if t.dtype.itemsize == 1 else t for n, t in checkpoint(expected, blocks)}
     check_same(bits, wanted)
+    return reader

@@ -23,23 +23,11 @@ from worlds import on_ranks
 from contract import fp8
 from contract.families import FAMILIES
 from contract.fp8 import check_quantized, projections
-from contract.fsdp_models import (
-    KEEP,
-    LAYOUTS,
-    Layout,
-    build,
-    change,
-    fsdp1,
-    manager_of,
-    merging_source,
-    open_source,
-    peft_model,
-    shard,
-)
-from contract.reading import LARGE, WAYS, Reader, State, sync
+from contract.fsdp_models import KEEP, LAYOUTS, Layout, build, change, fsdp1, manager_of, peft_model, shard
+from contract.reading import LARGE, WAYS, State, sync
 from contract.sglang_models import build as build_engine
 from contract.sglang_models import start, weights_of
-from contract.sources import StandIn, same_everywhere
+from contract.sources import StandIn, Wanted, same_everywhere
 from contract.test_families import found_by, outcome, table
 from contract.test_lora_syncs import LINEAR, WEIGHT, out_of_memory
 from contract.wire import Wire
@@ -63,33 +51,32 @@ SOME = ("Qwen2", "Qwen3-MoE", "Mixtral", "Qwen2-MoE", "DeepSeek-V3", "Gemma", "L
 def test_a_broken_weight_is_named_and_a_rank_that_fails_leaves_nobody_alone() -> None:
     """Rank 1 has a NaN, or cannot read a weight; then it can, and all is as without a failure."""
     module, second = shard(build("qwen2"), Layout((2,))), dist.get_rank() == 1
-    plain = open_source(module)
-    expected = Reader(plain).sync(LARGE)
-    blocks = projections(expected, (SIZE, SIZE))
     manager: Any = manager_of(module, StandIn(), delivery="staged")
+    expected = sync(manager.open_source(), LARGE)
+    blocks = projections(expected, (SIZE, SIZE))
     manager.trainer.policy.blocks.update(blocks)
     first = dict(module.named_parameters())[WEIGHT].to_local()[0, :1]  # type: ignore[attr-defined]
     held = first.detach().clone()
     with torch.no_grad():
         first.copy_(torch.nan if second else held)
-    sync, way = manager.plan()
-    way.fill(sync)
+    begun, way = manager.plan()
+    way.fill(begun)
     said = pytest.raises(ValueError, match=f"parameter '{WEIGHT}' holds NaN or Inf in the trainer")
     with suppress(ValueError) if second else said:  # rank 0 has the scale
-        way.check_finite(sync)
+        way.check_finite(begun)
     with torch.no_grad():
         first.copy_(held)
-    sync, way = manager.plan()
+    begun, way = manager.plan()
     if second:
-        shards = sync.source._found
+        shards = begun.source._found
         place = next(at for at, each in enumerate(shards) if each.base.views[0].name == WEIGHT)
         shards[place] = replace(shards[place], local=out_of_memory)
     with pytest.raises(SyncError) as caught:
-        way.fill(sync)
+        way.fill(begun)
     text = same_everywhere(str(caught.value))
     assert "rank 1: torch.OutOfMemoryError: injected" in text and text.count("rank ") == 1, text
     manager.sender.close()
-    check_quantized(plain, expected, blocks, LARGE, False)
+    check_quantized(manager, expected, blocks, LARGE, False)
 
 
 @pytest.mark.parametrize(
@@ -102,10 +89,10 @@ def test_shards_are_quantized_as_the_whole_tensor_is(layout: Layout, model: str)
     """Rows of 60 and 85 elements, and shards that end anywhere in a block; of experts in one tensor each by itself."""
     module = shard(build(model), layout)
     for bucket_bytes, sharded in WAYS:
-        plain = open_source(module, *KEEP)
-        expected = sync(plain, bucket_bytes)
-        blocks = projections(expected, (SIZE, 8))
-        check_quantized(plain, expected, blocks, bucket_bytes, sharded)
+        manager = manager_of(module, StandIn())
+        manager.trainer.policy.kept = Wanted(*KEEP)
+        expected = sync(manager.open_source(), bucket_bytes)
+        check_quantized(manager, expected, projections(expected, (SIZE, 8)), bucket_bytes, sharded)
         change(module)
 
 
@@ -113,9 +100,9 @@ def test_shards_are_quantized_as_the_whole_tensor_is(layout: Layout, model: str)
 def test_merged_adapters_are_quantized_after_the_merge() -> None:
     module = shard(peft_model(LINEAR), Layout((2,)))
     for bucket_bytes, sharded in WAYS:
-        expected = sync(merging_source(module), bucket_bytes)
-        source = merging_source(module)
-        check_quantized(source, expected, projections(expected, (SIZE, SIZE)), bucket_bytes, sharded)
+        manager = manager_of(module, StandIn())
+        expected = sync(manager.open_source(), bucket_bytes)
+        check_quantized(manager, expected, projections(expected, (SIZE, SIZE)), bucket_bytes, sharded)
 
 
 def load_as_on_a_gpu() -> None:

@@ -28,7 +28,7 @@ from worlds import on_ranks
 
 from contract.fp8 import check_quantized, projections
 from contract.reading import LARGE, TINY, Reader, State, check_same, check_syncs
-from contract.sources import open_source, same_everywhere
+from contract.sources import StandIn, manager_of, open_source, same_everywhere
 from megatron_cpu.engines import Layout, build, stock_export, train_step, unwrapped
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.trainers.base import take_over
@@ -276,10 +276,12 @@ def test_parts_are_quantized_as_the_whole_tensor_is(checkpoint: str, layout: Lay
     take_over(True)
     with norms_are_computed() if computed else nullcontext():
         for size, sharded in ((TINY, False), (LARGE, True)):
-            reader, expected = reader_of(engine), on_the_wire(stock_export(engine), torch.bfloat16)
-            reader.shards(size, sharded)
-            assert type(reader.source).__name__ == ("StreamSource" if computed else "MegatronSource")
-            check_quantized(reader.source, expected, projections(expected, (16, 8)), size, sharded)
+            manager, expected = (
+                manager_of("megatron", engine, StandIn()),
+                on_the_wire(stock_export(engine), torch.bfloat16),
+            )
+            reader = check_quantized(manager, expected, projections(expected, (16, 8)), size, sharded)
+            assert type(reader.source._inner).__name__ == ("StreamSource" if computed else "MegatronSource")
             train_step(engine)
 
 
