@@ -4,8 +4,13 @@ or the sync names what is lost."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import pickle
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,11 +24,9 @@ from worlds import on_ranks
 from contract import sglang_models
 from contract.families import FAMILIES, Family
 from contract.test_families import publish
-from verl_sync_plugin.engine.introduce import introduce
-from verl_sync_plugin.engine.recorder import Source
-from verl_sync_plugin.layout.load_map import unwritten
-from verl_sync_plugin.rollouts.sglang.lora import look, served_settings, summary
-from verl_sync_plugin.rollouts.sglang.model import SGLangModel
+from contract.wire import Wire
+from verl_sync_plugin.rollouts import rollout_of
+from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK, hand_down, new_token, pack_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_processes")]
 
@@ -96,6 +99,12 @@ def manager_of(family: Family, home: Path, targets: set[str]) -> Any:
     )  # fmt: skip
 
 
+def packed(settings: dict[str, Any], factors: Factors) -> tuple[dict[str, Any], Any]:
+    """What a server is told of an adapter, and of the factors that were sent."""
+    (told, _, sent), _ = rollout_of("sglang").pack_adapter(settings, factors)
+    return told, sent
+
+
 def load(manager: Any, settings: dict[str, Any], factors: Factors) -> None:
     """Replaces the adapter, as a server does."""
     from sglang.srt.lora.lora_registry import LoRARef
@@ -103,24 +112,39 @@ def load(manager: Any, settings: dict[str, Any], factors: Factors) -> None:
     for held in list(manager.lora_refs.values()):
         assert manager.unload_lora_adapter(held).success
     named = LoRARef(lora_name=NAME, lora_path="__tensor__", pinned=False)
-    done = manager.load_lora_adapter_from_tensors(named, factors, served_settings(settings, factors))
-    if not done.success:
-        raise RuntimeError(f"SGLang refused the adapter: {done.error_message}")
+    done = manager.load_lora_adapter_from_tensors(named, factors, packed(settings, factors)[0])
+    assert done.success, f"SGLang refused the adapter: {done.error_message}"
 
 
 def refusal(manager: Any, adapter: str, factors: Factors) -> str:
-    try:
-        look(manager, adapter, summary(factors))
-    except ValueError as error:
-        return str(error)
-    return ""
+    """The answer of all ranks to a look at the adapter, for which a scheduler calls our loader by its name."""
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.utils import dynamic_import
+
+    class Rank(Scheduler):
+        def __init__(self) -> None:
+            self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
+
+        def look(self, folder: str) -> None:
+            request = pack_request((folder, adapter, packed({}, factors)[1]))
+            dynamic_import(ADAPTER_CHECK)(manager.base_model, pickle.loads(request))
+
+    with tempfile.TemporaryDirectory() as folder:
+        Rank().look(folder)
+        said = [json.loads(answer.read_text()) for answer in Path(folder).iterdir()] or [None]  # rank 0 answers
+    dist.broadcast_object_list(said)
+    assert said[0] is not None
+    return said[0]
 
 
 def outcome(family: str, settings: dict[str, Any], targets: set[str], home: Path) -> str:
     """``served``, after three adapters and what must not pass for one; or why the first one is refused."""
     resolved, factors = adapter_of(FAMILIES[family], **settings)
     manager = manager_of(FAMILIES[family], home, targets)
-    takes_the_base(manager.base_model, home)
+    # Also the parameters of layers that an adapter wraps
+    wire = Wire(manager.base_model)
+    wire.sync([pair for file in home.glob("*.safetensors") for pair in load_file(file).items()])
+    assert all(kept.buffer for kept, *_ in wire.comparison.unwritten), wire.comparison.unwritten
     if why := refusal(manager, "", factors(1)):
         return why
     for seed in (1, 2, 3):
@@ -131,31 +155,17 @@ def outcome(family: str, settings: dict[str, Any], targets: set[str], home: Path
     return "served"
 
 
-def takes_the_base(model: torch.nn.Module, home: Path) -> None:
-    """Also the parameters of layers that an adapter wraps."""
-    base = {name: tensor for file in home.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    sources = [Source(name, tensor.dtype, tuple(tensor.shape), None) for name, tensor in base.items()]
-    known = SGLangModel(model, dist.get_rank())
-    known.sent = frozenset(base)
-    missing = unwritten(introduce(known, sources, {}, torch.device("cpu"))[0])
-    assert base and all(kept.buffer for kept, *_ in missing), missing
-    known.load_weights(base.items())
-
-
 def in_the_way_of_rubbish(manager: Any, factors: Factors) -> None:
-    """Every factor changed where SGLang's layers read it, one at a time, is found."""
-    pool, uid = manager.memory_pool, next(iter(manager.lora_refs))
-    slot = pool.get_buffer_id(uid)
-    for buffers in (pool.A_buffer, pool.B_buffer):
-        for name, layers in buffers.items():
-            for layer in layers:
-                where = layer[slot].flatten().nonzero()
-                if not len(where):
-                    continue
-                value = layer[slot].view(-1)[where[0]].clone()
-                layer[slot].view(-1)[where[0]] = -value
+    """Every factor changed where SGLang's layers read it, one at a time and on one rank, is found."""
+    pool, turns = manager.memory_pool, itertools.cycle(range(dist.get_world_size()))
+    slot = pool.get_buffer_id(next(iter(manager.lora_refs)))
+    for name, layers in (*pool.A_buffer.items(), *pool.B_buffer.items()):
+        for held in (layer[slot].view(-1) for layer in layers):
+            for where in held.nonzero()[:1]:
+                sign = -1 if next(turns) == dist.get_rank() else 1
+                held[where] *= sign
                 assert "SGLang computes with other ones" in refusal(manager, NAME, factors), name
-                layer[slot].view(-1)[where[0]] = value
+                held[where] *= sign
     assert refusal(manager, NAME, factors) == ""
 
 
@@ -178,12 +188,8 @@ def lost(home: Path) -> None:
         settings, factors = adapter_of(FAMILIES["Qwen2"], target_modules=targets)
         manager = manager_of(FAMILIES["Qwen2"], home / str(number), set(targets))
         load(manager, settings, factors(1))
-        try:
+        with pytest.raises(ValueError, match="Cannot find target module name"):  # with which SGLang ends its scheduler
             manager.fetch_new_loras({next(iter(manager.lora_refs))})
-        except ValueError as error:
-            assert "Cannot find target module name" in str(error), "SGLang ends its scheduler at the first request"
-        else:
-            raise AssertionError("SGLang serves it now")
         said = refusal(manager, "", factors(1))
         assert "SGLang computes" in said and "needs factors of" in said, said
 
@@ -191,6 +197,7 @@ def lost(home: Path) -> None:
 @pytest.mark.parametrize(("world", "cases"), [(1, ONE), (2, TWO)], ids=["one rank", "two ranks"])
 @on_ranks("world", timeout=500)
 def test_every_factor_is_read_or_named(world: int, cases: dict[str, Case], tmp_path: Path) -> None:
+    hand_down(new_token())
     for number, (expected, (family, settings, targets)) in enumerate(cases.items()):
         found = outcome(family, settings, set(targets), tmp_path / f"{number}-{dist.get_rank()}")
         assert expected.partition(":")[2].strip() in found, f"{family}: {found}"
