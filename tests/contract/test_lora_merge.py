@@ -14,13 +14,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import ModulesToSaveWrapper
 from transformers import AutoModelForCausalLM
+from verl.workers.engine.fsdp.transformer_impl import unfuse_moe_params
 from worlds import on_ranks, run_world
 
 from bare_engine import trainer
 from contract.fsdp_models import Layout, Variant, change, fsdp1, merging_source, peft_model, shard, torchs_own_state
 from contract.reading import State, check_syncs, sync
-from verl_sync_plugin.lora.peft import Adapters, is_adapter
-from verl_sync_plugin.trainers.naming import verl_rewrite
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Two adapters, each of which may have a head of its own
@@ -84,7 +83,7 @@ def peft_merge(reference: PeftModel, state: State, merge: bool = True) -> State:
     merged = model.merge_and_unload() if merge else model.unload()
     parameters = {name for name, _ in merged.named_parameters()}
     cast = {name: t.bfloat16() if name in parameters else t for name, t in merged.state_dict().items()}
-    return dict(verl_rewrite(model.config.model_type)(cast.items()))
+    return dict(unfuse_moe_params(cast.items(), model.config.model_type))
 
 
 def within_one_ulp(got: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -147,7 +146,7 @@ def test_merge_equals_pefts(layout: Layout, variant: Variant) -> None:
         assert not torch.equal(got["lm_head.weight"], got["model.embed_tokens.weight"]), "they have become two weights"
     if layout.units:
         assert {type(each).__name__ for each in module.modules()} >= {"FSDPLinear", "FSDPEmbedding"}
-        weights = Adapters(module).weights
+        weights = source._weights.values()
         assert weights and all(weight.plain is (weight.kind == "linear") for weight in weights)
 
 
@@ -177,7 +176,7 @@ def test_a_loaded_adapter_brings_its_own_settings(qwen2: str, tmp_path: Path) ->
     saved.save_pretrained(str(tmp_path))
     engine: Any = trainer.build(qwen2, "fsdp2", model={"lora_adapter_path": str(tmp_path), "lora_rank": 4})
     reference = PeftModel.from_pretrained(base_of(qwen2), str(tmp_path))
-    loaded = {name for name in reference.state_dict() if is_adapter(name) or "modules_to_save" in name}
+    loaded = {name for name in reference.state_dict() if "lora_" in name or "modules_to_save" in name}
     assert len(loaded) == 2 * 2 * 3 + 1
     expected = peft_merge(reference, reference.state_dict())
     got = sync(merging_source(engine.module))

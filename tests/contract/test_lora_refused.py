@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from worlds import on_ranks
 
 from contract.fsdp_models import Layout, Variant, build, fsdp1, merging_source, peft_model, shard
 from contract.reading import LARGE, Reader, sync
-from verl_sync_plugin.lora.peft import Adapters
 
 TARGETS = {"target_modules": ["q_proj", "down_proj"]}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -33,21 +33,18 @@ TWO = Variant("two", config=SAVED_HEAD, second={**SAVED_HEAD, "target_modules": 
 
 def refusal(model: torch.nn.Module) -> str:
     with pytest.raises(ValueError) as caught:
-        Adapters(model)
+        merging_source(model)
     text = str(caught.value)
     assert "custom.sync.enabled=False" in text or "Activate one of them (set_adapter)" in text, "names no remedy"
     return text
 
 
-@pytest.mark.parametrize("configured", [True, False])
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_an_adapter_of_another_type_is_refused_by_name(kind: str, configured: bool) -> None:
+def test_an_adapter_of_another_type_is_refused_by_name(kind: str) -> None:
     """Or its first module, where no config tells: layers were put in by hand, or a config was taken away."""
     config = PEFT_TYPE_TO_CONFIG_MAPPING[kind](**SETTINGS[kind], task_type="CAUSAL_LM")
     model = get_peft_model(build("llama"), config)
-    if configured:
-        assert f"peft_type={kind}" in refusal(model)
-        return
+    assert f"peft_type={kind}" in refusal(model)
     for module in model.modules():
         for attribute in ("peft_config", "_peft_config"):
             vars(module).pop(attribute, None)
@@ -58,21 +55,13 @@ def test_an_adapter_of_another_type_is_refused_by_name(kind: str, configured: bo
     assert of_peft.__module__.startswith("peft.") and f"is a {of_peft.__name__}" in text
 
 
-def switched_off() -> Any:
-    model: Any = peft_model(TWO)
-    model.base_model.disable_adapter_layers()
-    return model
+def lora(model: str = "qwen2", **config: Any) -> Any:
+    return peft_model(Variant("lora", model, {**PLAIN.config, **config}))
 
 
-def both_active() -> Any:
-    model: Any = peft_model(Variant("both", config=PLAIN.config, second=PLAIN.config))
-    model.base_model.set_adapter(["default", "second"])
-    return model
-
-
-def two_heads_in_use() -> Any:
-    model: Any = peft_model(TWO)
-    model.get_output_embeddings()._active_adapter = ["default", "second"]
+def of_two(change: Callable[[Any], object], variant: Variant = TWO) -> Any:
+    model = peft_model(variant)
+    change(model)
     return model
 
 
@@ -89,11 +78,7 @@ def over_another_type() -> Any:
     return get_peft_model(base, LoraConfig(target_modules=["q_proj"]))
 
 
-def lora(model: str = "qwen2", **config: Any) -> Any:
-    return peft_model(Variant("lora", model, {**PLAIN.config, **config}))
-
-
-MODULE = r"LoRA module 'base_model.*"
+MODULE, BOTH = r"LoRA module 'base_model.*", ["default", "second"]
 
 
 @pytest.mark.parametrize(
@@ -102,9 +87,15 @@ MODULE = r"LoRA module 'base_model.*"
         (lambda: lora("llama", lora_bias=True), f"{MODULE} none in its base layer"),
         (lambda: lora(alora_invocation_tokens=[1]), f"{MODULE}ALoraLinearVariant"),
         (lambda: lora(trainable_token_indices=[1]), r"adapter 'default' has trainable_token_indices=\[1\]"),
-        (both_active, "several active adapters"),
-        (switched_off, r"q_proj' is switched off"),
-        (two_heads_in_use, "lm_head', one of modules_to_save, has several active adapters"),
+        (
+            lambda: of_two(lambda model: model.base_model.set_adapter(BOTH), replace(PLAIN, second=PLAIN.config)),
+            "several active adapters",
+        ),
+        (lambda: of_two(lambda model: model.base_model.disable_adapter_layers()), r"q_proj' is switched off"),
+        (
+            lambda: of_two(lambda model: setattr(model.get_output_embeddings(), "_active_adapter", BOTH)),
+            "lm_head', one of modules_to_save, has several active adapters",
+        ),
         (with_another_type, "LOHA"),
         (over_another_type, r"layers\.0\.self_attn\.v_proj' is a Linear of PEFT .*ia3"),
     ],
