@@ -27,8 +27,7 @@ from contract import sources
 from contract.reading import State, check_syncs
 from contract.sources import same_everywhere
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.trainers.base import ParameterSource
-from verl_sync_plugin.trainers.script import Given, ScriptTrainer
+from verl_sync_plugin.spmd import Given, SpmdShardingManager
 from verl_sync_plugin.transport.agreement import Agreement
 
 Export = Callable[[], Any]
@@ -38,7 +37,7 @@ def open_source(given: Any) -> Any:
     """The source of what a script trains."""
     live = Given({})
     live.take(given)
-    return sources.open_source("", live, r"\.gate\.weight$", backend=ScriptTrainer)
+    return sources.open_source("", live, r"\.gate\.weight$", backend=SpmdShardingManager.backend)
 
 
 def of_specs(export: Export) -> Any:
@@ -178,7 +177,7 @@ def test_what_is_no_box_of_one_whole_is_refused_by_name_on_all_ranks() -> None:
     turning = mock.patch(f"{Given.__module__}.verl_rewrite", lambda kind: lambda pairs: ((n, t.T) for n, t in pairs))
     with turning:
         turned = open_source({"w": cut})
-    placed: list[tuple[ParameterSource, str]] = [
+    placed: list[tuple[Any, str]] = [
         (open_source({"w": tensor, "placed": cut}), words)
         for tensor, words in (
             (odd, "parameter 'w' has placements (Partial(sum),): the ranks hold parts of a sum"),

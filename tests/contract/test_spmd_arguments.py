@@ -17,8 +17,7 @@ from fresh_process import python
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import RolloutError
 from verl_sync_plugin.rollouts import LocalSpec, rollout_of
-from verl_sync_plugin.spmd import SpmdRollout, check_groups, engine_ranks, request_of
-from verl_sync_plugin.trainers.script import Given
+from verl_sync_plugin.spmd import Given, SpmdRollout, check_groups, engine_ranks, request_of
 
 
 def test_importing_the_package_imports_no_torch(tmp_path: Path) -> None:
