@@ -28,15 +28,15 @@ BUCKET_BYTES = 64 << 10  # of a manager
 
 
 class WorldSource(ParameterSource):
-    """Shares tensors out over all ranks, or has all of them on every rank; one that comes twice is tied."""
+    """Shares tensors out over the ranks of a group, or all; one that comes twice is tied."""
 
-    def __init__(self, shares: bool = True) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        self.group = dist.group.WORLD if shares else None
+        self.group = group or dist.group.WORLD
         self.weights: Sequence[tuple[str, torch.Tensor]] = ()
 
     def shards(self) -> list[Shard]:
-        world = dist.get_world_size() if self.group else 1
+        world = dist.get_world_size(self.group)
         tied: dict[int, tuple[list[str], torch.Tensor]] = {}
         for name, tensor in self.weights:
             tied.setdefault(id(tensor), ([], tensor))[0].append(name)

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads on SGLang's own model classes, on tensor-parallel ranks that are a process each.
-
-What a copy would get wrong is left to the model's own ``load_weights``; what lies in the parameters is compared with
-what was sent, and a flipped bit is found wherever it is; nothing that the trainer sends is left out. That what is
-loaded is exact in every family: ``test_families``.
-"""
+"""Loads on SGLang's own model classes, on tensor-parallel ranks: what a copy would get wrong is left to the model, a
+flipped bit is found wherever it is, and nothing that the trainer sends is left out. That what is loaded is exact in
+every family: ``test_families``."""
 
 from __future__ import annotations
 
@@ -12,10 +9,8 @@ import copy
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +21,6 @@ from contract import sglang_models as models
 from contract.sglang_models import check_same, weights_of
 from contract.sources import same_everywhere
 from contract.wire import Wire
-from verl_sync_plugin.engine import introduce
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.verify import DERIVED
 
@@ -127,8 +121,8 @@ def moved_parameters_start_over(config: Any) -> None:
         mlp.gate_up_proj.weight.data = mlp.gate_up_proj.weight.data.clone()
 
     def parameter(of: Any = mlp.gate_up_proj) -> None:
-        before = of._parameters["weight"]
-        of._parameters["weight"] = torch.nn.Parameter(before.data.clone(), requires_grad=False)
+        before = of.weight
+        of.weight = torch.nn.Parameter(before.data.clone(), requires_grad=False)
         of.weight.__dict__.update(before.__dict__)
 
     def module() -> None:
@@ -164,19 +158,15 @@ def a_model_that_keeps_tensors_loads_all_of_them(config: Any) -> None:
 def a_wrong_recording_is_found(config: Any) -> None:
     """Where marks lie is compared with where they were said to go, before anything is copied."""
     model, reference = models.build(config), models.build(config)
-    honest = introduce.record
-    swapped = {GATE: UP, UP: GATE}
-
-    def wrong(*args: Any) -> Any:
-        recording = honest(*args)
-        recording.writes = [replace(each, name=swapped.get(each.name, each.name)) for each in recording.writes]
-        return recording
-
+    honest, swapped = model.load_weights, {GATE: UP, UP: GATE}
+    model.load_weights = lambda weights: honest(
+        (swapped.get(name, name) if loaded.is_meta else name, loaded) for name, loaded in weights
+    )
     wire = Wire(model)
-    with mock.patch.object(introduce, "record", wrong):
-        for seed in (1, 2):
-            assert exact(wire, reference, weights_of("qwen2", seed)) == len(wire.plan.names) - 2
-    assert wire.left == wire.comparison.left_out == dict.fromkeys(swapped, introduce.ELSEWHERE)
+    for seed in (1, 2):
+        assert exact(wire, reference, weights_of("qwen2", seed)) == len(wire.plan.names) - 2
+    elsewhere = "its load puts it elsewhere than was recorded"
+    assert wire.left == wire.comparison.left_out == dict.fromkeys(swapped, elsewhere)
 
 
 # Nothing is left out: with a recording of the load, where it cannot be recorded, and of what is loaded alone
@@ -311,9 +301,8 @@ def place(experts: list[int], config: Any) -> None:
 def holds(model: Any, experts: list[int], weights: models.Weights) -> None:
     """Every place holds its expert, whoever requests are sent to."""
     sent = dict(weights)
-    here = experts[5 * dist.get_rank() :][:5]
     for layer, block in enumerate(model.model.layers):
-        for slot, expert in enumerate(here):
+        for slot, expert in enumerate(experts[5 * dist.get_rank() :][:5]):
             of = f"model.layers.{layer}.mlp.experts.{expert}"
             fused = torch.cat([sent[f"{of}.gate_proj.weight"], sent[f"{of}.up_proj.weight"]])
             assert torch.equal(block.mlp.experts.w13_weight[slot], fused), (layer, slot)

@@ -4,9 +4,10 @@ classes in real receiver sessions. Hosts are names that the tests give to their 
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,16 @@ KIND = "qwen3-moe"
 class Case:
     """Ranks on hosts, and how they hold the model."""
 
-    hosts: tuple[str, ...]
-    joint: bool = False  # every tensor has one owner, as with pipeline parallelism; else all ranks share out all
+    hosts: str  # a letter for each rank
+    joint: bool = False  # every tensor has one owner, as with pipeline parallelism; else ranks share out all
+    replicas: int = 1  # with hybrid sharding each group of neighbours holds the whole model
     bucket_bytes: int = 60_000
     failing: bool = False  # failures and recoveries follow
+
+    @property
+    def groups(self) -> list[list[int]]:
+        size = len(self.hosts) // self.replicas
+        return [[*range(first, first + size)] for first in range(0, len(self.hosts), size)]
 
 
 class Owned(WorldSource):
@@ -65,8 +72,10 @@ class Member(Wire):
     """One rank of a case."""
 
     def __init__(self, case: Case, config: Any, tp: int) -> None:
-        super().__init__(models.build(config), Owned() if case.joint else WorldSource(), case.bucket_bytes, tp)
+        groups = {rank: group for ranks in case.groups for group in (dist.new_group(ranks),) for rank in ranks}
         self.rank, self.reference, self.version = dist.get_rank(), models.build(config), 0
+        source = Owned() if case.joint else WorldSource(groups[self.rank])
+        super().__init__(models.build(config), source, case.bucket_bytes, tp)
 
     def next(self) -> SyncReport:
         """One sync of other weights than before."""
@@ -92,28 +101,24 @@ class Member(Wire):
         return int(total.item())
 
 
-def play(folder: Path, tp: int, *cases: Case) -> None:
-    """All cases, one after another."""
-    rank, config = dist.get_rank(), models.start(folder, KIND, tp)
-    for case in cases:
-        with mock.patch.object(ways, "host_name", lambda case=case: case.hosts[rank]):
-            story(Member(case, config, tp), case)
-        dist.barrier()
-
-
 def story(member: Member, case: Case) -> None:
-    """Three syncs, each exact, with the bytes over the network that there have to be; then failures and recoveries."""
-    several, world = len(set(case.hosts)) > 1, len(case.hosts)
+    """Three syncs, each exact, with the bytes over the network that there have to be; then failures and recoveries. The
+    log says once how bytes travel."""
+    world = len(case.hosts)
+    apart = sum(case.hosts[one] != case.hosts[other] for ranks in case.groups for one in ranks for other in ranks)
+    several, said = apart > 0, io.StringIO()
     for _ in range(3):
-        with noting(member) as events:
+        with noting(member) as events, redirect_stdout(said):
             report = member.next()
         member.exact()
         assert report.buckets > SLOTS and report.replayed_tensors > 0, report
         assert report.delivery == ("broadcast" if several else "staged")
         assert (report.gathered_bytes > 0) == several and (report.peer_bytes > 0) == (world > 1 and not several), report
-        alike = sum(case.hosts.count(host) for host in case.hosts)
-        assert member.crossing() == report.nbytes // world * (world**2 - alike)
+        assert member.crossing() == report.nbytes // len(case.groups[0]) * apart
         check_order(events, report, world)
+    why = "not staged alone: ranks that share out the model are on several hosts"
+    assert said.getvalue().count("delivery is") == (member.rank == 0), said.getvalue()
+    assert said.getvalue().count(why) == (several and member.rank == 0), said.getvalue()
     if case.failing:
         (a_byte_changes_on_the_network if several else out_of_reach)(member)
 
@@ -213,19 +218,29 @@ def out_of_reach(member: Member) -> None:
         assert manager.report.delivery == "broadcast"
 
 
-ONE, TWO, THREE = ("a",) * 4, ("a", "a", "b", "b"), ("a", "b", "c", "a")
-
-
 @pytest.mark.parametrize(
     ("world", "cases"),
     [
-        # replicas of two engine ranks: on one host each, or across hosts
-        (4, [Case(ONE, bucket_bytes=20_000, failing=True), Case(TWO, joint=True, failing=True), Case(THREE)]),
-        (2, [Case(("a", "b"), failing=True), Case(("a", "b"), joint=True)]),  # one engine across two hosts
-        (1, [Case(("a",))]),
+        (
+            4,
+            [
+                Case("aaaa", bucket_bytes=20_000, failing=True),  # replicas of two engine ranks, on one host each
+                Case("aabb", joint=True, failing=True),
+                Case("abca"),  # and across hosts
+                Case("aabb", replicas=2),
+                Case("aaab", replicas=2),  # one group alone decides for all
+            ],
+        ),
+        (2, [Case("ab", failing=True), Case("ab", joint=True)]),  # one engine across two hosts
+        (1, [Case("a")]),
     ],
     ids=["four", "two", "one"],
 )
 @on_ranks("world", timeout=280)
 def test_ranks_on_any_hosts(world: int, cases: list[Case], tmp_path: Path) -> None:
-    play(tmp_path, min(world, 2), *cases)
+    tp = min(world, 2)
+    config = models.start(tmp_path, KIND, tp)
+    for case in cases:
+        with mock.patch.object(ways, "host_name", lambda case=case: case.hosts[dist.get_rank()]):
+            story(Member(case, config, tp), case)
+        dist.barrier()
