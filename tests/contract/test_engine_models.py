@@ -225,6 +225,22 @@ def what_cannot_be_recorded_is_watched(config: Any) -> None:
         assert exact(wire, reference, weights_of("qwen2", seed)) == 0
 
 
+def a_rank_without_room_for_marks_fails_the_proof_of_all(config: Any) -> None:
+    weights = weights_of("qwen2", 1)
+
+    def crowded(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+        if dist.get_rank() == 1 and not (loaded.is_meta or torch.equal(loaded, dict(weights)[NORM])):
+            raise torch.OutOfMemoryError("injected")
+        parameter.data.copy_(loaded)
+
+    model = models.build(config)
+    model.model.norm.weight.weight_loader = crowded
+    with pytest.raises(SyncError) as caught:
+        Wire(model, verify="always").sync(weights)
+    said = "not every engine rank could find out what it holds (no device memory for a load of marks"
+    assert said in same_everywhere(str(caught.value))
+
+
 def leftovers_that_are_not_loaded_alone_are_an_error(config: Any) -> None:
     """A sync would give the model only what is not copied; this one writes a fused pair only when both halves come in
     one call, as DeepSeek's does."""
@@ -270,6 +286,7 @@ def test_what_loads_do_otherwise_is_found(tmp_path: Path) -> None:
         unknown_names_are_an_error,
         half_of_a_tensor_is_an_error,
         what_cannot_be_recorded_is_watched,
+        a_rank_without_room_for_marks_fails_the_proof_of_all,
         leftovers_that_are_not_loaded_alone_are_an_error,
     ):
         story(config)

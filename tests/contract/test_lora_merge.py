@@ -22,10 +22,13 @@ from contract.fsdp_models import Layout, Variant, change, fsdp1, merging_source,
 from contract.reading import State, check_syncs, sync
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 # Two adapters, each of which may have a head of its own
 SAVED_HEAD = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
 SECOND = {"target_modules": ["q_proj", "v_proj"]}
 SECOND_HEAD = {**SECOND, "modules_to_save": ["lm_head"]}
+DORA_ENDS = {"target_modules": ["embed_tokens", "o_proj"], "use_dora": True}
+BOTH_ENDS = {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True}
 
 VARIANTS = [
     Variant("all-linear", config={"target_modules": "all-linear"}),
@@ -33,22 +36,18 @@ VARIANTS = [
     Variant("rslora", "qwen3", {"target_modules": ALL, "use_rslora": True}),
     Variant("patterns", config={"target_modules": ALL, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 32}}),
     Variant("embedding-and-head", config={"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
-    Variant("modules-to-save", config={"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    Variant("modules-to-save", config=SAVED_HEAD),
     Variant("excluded", config={"target_modules": "all-linear", "exclude_modules": ["up_proj"]}),
     Variant("dora", config={"target_modules": "all-linear", "use_dora": True}),
-    Variant("dora-embedding", "llama", {"target_modules": ["embed_tokens", "o_proj"], "use_dora": True}),
+    Variant("dora-embedding", "llama", DORA_ENDS),
     Variant("lora-bias", config={"target_modules": ["q_proj", "v_proj"], "lora_bias": True}),
     Variant("trained-bias", config={"target_modules": ["q_proj"], "bias": "lora_only"}),
-    Variant(
-        "experts",
-        "qwen3_moe",
-        {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
-    ),
+    Variant("experts", "qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
     Variant("router", "qwen3_moe", {"target_modules": [], "target_parameters": ["mlp.gate.weight"]}),
     Variant("tied-embedding", "qwen2_tied", {"target_modules": ["embed_tokens", "q_proj"]}),
     Variant("tied-head", "qwen2_tied", {"target_modules": ["lm_head"]}),
     Variant("tied-both", "qwen2_tied", {"target_modules": ["embed_tokens", "lm_head"]}),
-    Variant("tied-saved-head", "qwen2_tied", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    Variant("tied-saved-head", "qwen2_tied", SAVED_HEAD),
     Variant("first-of-two", "qwen2", SAVED_HEAD, SECOND_HEAD),
     Variant("second-of-two", "qwen2", SAVED_HEAD, SECOND_HEAD, "second"),
     Variant("first-of-two-with-one-head", "qwen2", SAVED_HEAD, SECOND),
@@ -59,17 +58,6 @@ MIXED = {
     "embedding-and-head", "modules-to-save", "dora-embedding", "trained-bias",
     "tied-embedding", "tied-head", "tied-both", "tied-saved-head",
 }  # fmt: skip
-BOTH_ENDS = {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True}
-
-
-def special() -> Iterator[tuple[Layout, Variant]]:
-    """Yields variants under the only layouts that they show something under."""
-    for name in ("all-linear", "dora-embedding"):  # shards are in host memory for good, moved and merged in pieces
-        yield Layout((2,), offloaded=True), next(variant for variant in VARIANTS if variant.name == name)
-    yield Layout((2,), units=True), Variant("units", config={"target_modules": ["q_proj", "down_proj", "embed_tokens"]})
-    # PEFT makes the head's factors transposed views of the embedding's; in FSDP1 each is a parameter of its own
-    for world in (1, 2):
-        yield fsdp1(world, True), Variant("transposed-factors", "qwen2_tied", BOTH_ENDS)
 
 
 def peft_merge(reference: PeftModel, state: State, merge: bool = True) -> State:
@@ -100,19 +88,13 @@ def check_merged(got: State, expected: State) -> None:
         assert got[name].shape == tensor.shape and near(got[name], tensor), (name, (got[name] - tensor).abs().max())
 
 
-def replicated() -> Iterator[Any]:
-    """Yields every variant replicated; ``make test`` runs some."""
-    for variant in VARIANTS:
-        marks = () if variant.name in ("dora", "experts", "tied-both") else pytest.mark.extended
-        yield pytest.param(Layout((2, 2)), variant, id=f"fsdp2-2x2-{variant.name}", marks=marks)
-
-
 def cases() -> Iterator[Any]:
-    """Every variant under every kind of sharding that takes it; ``make test`` runs FSDP2 and one kind of FSDP1 of each.
-
-    Not every product: neighbours in the list take turns, one is cut by three under FSDP2, the next under FSDP1.
-    """
+    """Every variant under every kind of sharding that takes it; ``make test`` runs FSDP2 and one kind of FSDP1 of each,
+    and some replicated. Not every product: neighbours in the list take turns, one is cut by three under FSDP2, the next
+    under FSDP1."""
     for number, variant in enumerate(VARIANTS):
+        some = variant.name in ("dora", "experts", "tied-both")
+        yield pytest.param(Layout((2, 2)), variant, marks=() if some else pytest.mark.extended)
         few, odd = (1 + number // 2 % 2,), number % 2
         yield Layout(few if odd else (3,)), variant
         both = [fsdp1(3 if odd else 2, True), fsdp1(2 if odd else 3)]
@@ -121,12 +103,17 @@ def cases() -> Iterator[Any]:
         elif odd:
             both.reverse()
         for layout, marks in zip(both, ((), pytest.mark.extended), strict=False):
-            yield pytest.param(layout, variant, id=f"{layout}-{variant.name}", marks=marks)
+            yield pytest.param(layout, variant, marks=marks)
+    # What shows something under a single layout: shards that are in host memory for good, moved and merged in pieces
+    for variant in (VARIANTS[0], Variant("dora-embedding", "llama", DORA_ENDS)):
+        yield Layout((2,), offloaded=True), variant
+    yield Layout((2,), units=True), Variant("units", config={"target_modules": ["q_proj", "down_proj", "embed_tokens"]})
+    # PEFT makes the head's factors transposed views of the embedding's; in FSDP1 each is a parameter of its own
+    for world in (1, 2):
+        yield fsdp1(world, True), Variant("transposed-factors", "qwen2_tied", BOTH_ENDS)
 
 
-@pytest.mark.parametrize(
-    ("layout", "variant"), [*replicated(), *cases(), *special()], ids=lambda value: getattr(value, "name", str(value))
-)
+@pytest.mark.parametrize(("layout", "variant"), [*cases()], ids=lambda value: getattr(value, "name", str(value)))
 @on_ranks("layout")
 def test_merge_equals_pefts(layout: Layout, variant: Variant) -> None:
     reference: Any = peft_model(variant)
@@ -191,7 +178,6 @@ def base_of(checkpoint: str) -> Any:
 
 # Adapters that PEFT computes from the weights start alike on any number of ranks, in verl's own engines
 
-Built = list[dict[str, torch.Tensor]]
 PEFT: list[dict[str, Any]] = [
     {"init_lora_weights": "pissa"},
     {"init_lora_weights": "olora"},
@@ -202,16 +188,16 @@ PEFT: list[dict[str, Any]] = [
 TARGETS = ["q_proj", "down_proj"]
 
 
-def built(checkpoint: str, adapter: str, strategy: str) -> tuple[Built, list[list[tuple[str, bool]]]]:
+def built(checkpoint: str, adapter: str, strategy: str) -> list[tuple[State, list[tuple[str, bool]]]]:
     """The whole state of each model, and what of it is trained."""
     settings = {"use_orig_params": True} if strategy == "fsdp" else {}
     models = [{"lora_alpha": 8, "target_modules": TARGETS, "lora": {"peft": peft, "merge": True}} for peft in PEFT]
-    states, trained = [], []
+    found = []
     for model in (*models, {"lora_adapter_path": adapter}):
         engine: Any = trainer.build(checkpoint, strategy, model={"lora_rank": 4, **model}, **settings)
-        states.append(trainer.full_state(engine))
-        trained.append([(name, each.requires_grad) for name, each in engine.module.named_parameters()])
-    return states, trained
+        trained = [(name, each.requires_grad) for name, each in engine.module.named_parameters()]
+        found.append((trainer.full_state(engine), trained))
+    return found
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
@@ -220,9 +206,8 @@ def test_two_ranks_start_as_one(strategy: str, qwen2: str, tmp_path: Path) -> No
     adapter = str(tmp_path)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, init_lora_weights="pissa", task_type="CAUSAL_LM")
     get_peft_model(base_of(qwen2), config).save_pretrained(adapter)
-    ((expected, trained),) = run_world(1, built, qwen2, adapter, strategy)
-    for got, trained_too in run_world(2, built, qwen2, adapter, strategy):
-        assert trained_too == trained
-        for settings, alone, together in zip([*PEFT, adapter], expected, got, strict=True):
-            assert alone.keys() == together.keys(), settings
+    (expected,) = run_world(1, built, qwen2, adapter, strategy)
+    for got in run_world(2, built, qwen2, adapter, strategy):
+        for settings, (alone, trained), (together, trained_too) in zip([*PEFT, adapter], expected, got, strict=True):
+            assert trained_too == trained and alone.keys() == together.keys(), settings
             assert [name for name in alone if not torch.equal(alone[name], together[name])] == [], settings
