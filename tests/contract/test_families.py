@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table in ``docs/families.md``: what a sync does for every family that transformers and SGLang build on a CPU.
-
-``make families`` writes the table again.
-"""
+"""The table in ``docs/families.md``: what a sync does for every family that transformers and SGLang build on a CPU."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ from verl_sync_plugin.rollouts.sglang import loader
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.trainers.base import WirePolicy
-from verl_sync_plugin.verify import DERIVED, Comparison
+from verl_sync_plugin.verify import DERIVED
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_processes")]
 TABLE = DOCS / "families.md"
@@ -161,15 +158,9 @@ def outcome(
     family: Family, folder: Path, more_layers: int = 0, arguments: dict[str, Any] | None = None,
     change: Callable[[WirePolicy, State], Named] = lambda policy, saved: iter(saved.items()),
 ) -> str:  # fmt: skip
-    """One cell of the table. Collective.
-
-    Args:
-        family: the model.
-        folder: for checkpoints.
-        more_layers: of the engine than of the trainer.
-        arguments: more of SGLang's.
-        change: makes of a saved checkpoint what SGLang loads to be compared with, by what the trainer knows by then.
-    """
+    """One cell of the table. Collective. The engine has ``more_layers`` than the trainer, and is launched with more
+    ``arguments``; ``change`` makes of a saved checkpoint what SGLang loads to be compared with, by what the trainer
+    knows by then."""
     rank = dist.get_rank()
     if rank == 0:
         publish(family, folder / "published")
@@ -205,37 +196,28 @@ def outcome(
         loader._sessions.clear()
     plan, comparison = manager.planned, manager.comparison
     assert plan is not None and comparison.map is not None
-    left = comparison.map.left
-    assert manager.report.replayed_tensors == len(plan.names) - len(left)
-    how = _how({str(each.tensor): each.why for each in left}, len(plan.names))
+    left, total = comparison.map.left, len(plan.names)
+    assert manager.report.replayed_tensors == total - len(left)
+    unlike = {name: why for name, why in comparison.left_out.items() if name != DERIVED}
     kept = [each.name for each, *_ in comparison.unwritten]
     known = SGLangModel(engine, rank)
-    why = {reason for name in plan.names if (reason := known.why_skipped(name))}
-    return "; ".join(
-        [
-            how,
-            *_not_compared(comparison, len(plan.names)),
-            *([f"{', '.join(kept)} left to the engine's host copy"] if kept else []),
-            *(f"some left alone: {reason}" for reason in sorted(why)),
-        ]
-    )
+    skipped = {reason for name in plan.names if (reason := known.why_skipped(name))}
+    said = [_how({str(each.tensor): each.why for each in left}, total)]
+    if unlike:
+        why = "; ".join(sorted(set(unlike.values())))
+        said.append(f"{len(unlike)} of {total} not compared in the engine: {why}")
+    if kept:
+        said.append(f"{', '.join(kept)} left to the engine's host copy")
+    return "; ".join([*said, *(f"some left alone: {reason}" for reason in sorted(skipped))])
 
 
-def _how(refused: dict[str, str], total: int) -> str:
+def _how(left: dict[str, str], total: int) -> str:
     by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, refused)
-    most = max(by_rank, key=len)
-    if not most:
+    dist.all_gather_object(by_rank, left)
+    if not (most := max(map(len, by_rank))):
         return "exact, replayed"
     why = "; ".join(sorted({reason.partition(":")[0] for reasons in by_rank for reason in reasons.values()}))
-    return f"exact, {len(most)} of {total} tensors by the model's own path: {why}"
-
-
-def _not_compared(comparison: Comparison, total: int) -> list[str]:
-    """Says how many parameters are not compared with what was sent, and why."""
-    found = {name: why for name, why in comparison.left_out.items() if name != DERIVED}
-    why = "; ".join(sorted(set(found.values())))
-    return [f"{len(found)} of {total} not compared in the engine: {why}"] if found else []
+    return f"exact, {most} of {total} tensors by the model's own path: {why}"
 
 
 def in_turn(folder: Path, cells: Mapping[str, Callable[[Path], str]]) -> dict[str, str]:

@@ -18,11 +18,9 @@ import torch
 import torch.distributed as dist
 from worlds import on_ranks
 
-from contract import fp8
 from contract.families import FAMILIES
-from contract.fp8 import check_quantized, projections
 from contract.fsdp_models import KEEP, LAYOUTS, Layout, build, change, fsdp1, manager_of, peft_model, shard
-from contract.reading import LARGE, WAYS, State, sync
+from contract.reading import LARGE, WAYS, State, check_quantized, in_fp8, projections, sync
 from contract.sglang_models import build as build_engine
 from contract.sglang_models import start, weights_of
 from contract.sources import StandIn, Wanted, same_everywhere
@@ -122,7 +120,7 @@ def whole_blocks(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, **sizes, **inner}
 
 
-def in_fp8(policy: WirePolicy, saved: State) -> Named:
+def as_published(policy: WirePolicy, saved: State) -> Named:
     """A saved checkpoint as one in fp8 is published: experts by themselves."""
     for name, stacked in [(name, each) for name, each in saved.items() if ".experts." in name and each.dim() == 3]:
         projections = ("down_proj",) if name.endswith("down_proj") else ("gate_proj", "up_proj")
@@ -130,7 +128,7 @@ def in_fp8(policy: WirePolicy, saved: State) -> Named:
         for number in range(len(stacked)):
             for projection, part in zip(projections, parts, strict=True):
                 saved[f"{prefix}.{number}.{projection}.weight"] = part[number].T.contiguous()
-    return fp8.checkpoint(saved, policy.blocks)
+    return in_fp8(saved, policy.blocks)
 
 
 # Whatever words an outcome has: what is said of it, without the numbers, which are the test's
@@ -146,7 +144,7 @@ SAID = {
 def outcomes(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
     load_as_on_a_gpu()
     families = {name: replace(FAMILIES[name], config=whole_blocks(FAMILIES[name].config)) for name in names}
-    cell = partial(outcome, arguments=ARGUMENTS, change=in_fp8)
+    cell = partial(outcome, arguments=ARGUMENTS, change=as_published)
     found = in_turn(folder, {name: partial(cell, family) for name, family in families.items()})
     return {
         name: next((f"refused: {said}" for words, said in SAID.items() if words in what), what)
@@ -183,7 +181,7 @@ def test_a_bit_that_flips_in_a_weight_or_a_scale_is_found(tmp_path: Path) -> Non
         Wire(model).sync(list(whole.items()))
     blocks = projections(whole, (SIZE, SIZE))
     wire = Wire(model, verify="always")
-    wire.sync(list(fp8.checkpoint(whole, blocks)))
+    wire.sync(list(in_fp8(whole, blocks)))
     names = [name for name, each in model.named_parameters() if each.dtype.itemsize == 1 or "scale" in name]
     assert len(names) == 16, names
     for seed, name in enumerate(names):
@@ -192,7 +190,7 @@ def test_a_bit_that_flips_in_a_weight_or_a_scale_is_found(tmp_path: Path) -> Non
         def flip(parameter: torch.Tensor = parameter) -> None:
             parameter.data.view(torch.uint8).view(-1)[-1] ^= 1
 
-        sent = list(fp8.checkpoint(dict(weights_of("qwen3-moe", seed)), blocks))
+        sent = list(in_fp8(dict(weights_of("qwen3-moe", seed)), blocks))
         with pytest.raises(SyncError, match="the engine's parameters do not hold what was sent of "):
             wire.sync(sent, flip)
         wire.sync(sent)

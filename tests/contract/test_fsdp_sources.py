@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP and FSDP2 sources: what arrives at the engine is, bit for bit, what the model's own state dict holds.
-
-Real models, real sharding, real gloo: source -> plan -> pack -> gather -> a second mapping of the slots -> assembler.
-"""
+"""FSDP and FSDP2 sources: what arrives at the engine is, bit for bit, what the model's own state dict holds."""
 
 from __future__ import annotations
 

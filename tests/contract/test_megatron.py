@@ -22,8 +22,7 @@ from safetensors.torch import load_file
 from torch.distributed import distributed_c10d
 from worlds import on_ranks
 
-from contract.fp8 import check_quantized, projections
-from contract.reading import LARGE, TINY, Reader, State, check_same, check_syncs
+from contract.reading import LARGE, TINY, Reader, State, check_quantized, check_same, check_syncs, projections
 from contract.sources import StandIn, manager_of, open_source, same_everywhere
 from megatron_cpu.engines import Layout, build, stock_export, train_step, unwrapped
 from verl_sync_plugin.errors import SyncError

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DTensors of any placement, and verl's ``ShardSpec``: what arrives is, bit for bit, the whole tensor.
-
-Real DTensors over real gloo: source -> plan -> pack -> gather -> a second mapping of the slots -> assembler.
-"""
+"""DTensors of any placement, and verl's ``ShardSpec``: what arrives is, bit for bit, the whole tensor."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -50,12 +48,6 @@ def wire(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.bfloat16() if tensor.is_floating_point() and not name.endswith(".gate.weight") else tensor
 
 
-def cuts(mesh: DeviceMesh) -> list[tuple[Any, ...]]:
-    """Placements over a mesh of one or two dimensions, of tensors of three dimensions."""
-    one = [Replicate(), Shard(0), Shard(1), Shard(2)]
-    return [(each,) for each in one] if mesh.ndim == 1 else [(first, second) for first in one for second in one]
-
-
 def mixed_state(meshes: tuple[tuple[int, ...], ...]) -> tuple[State, State]:
     """Whole tensors of uneven sizes, and the same cut in every way over several meshes."""
     torch.manual_seed(3)
@@ -63,7 +55,8 @@ def mixed_state(meshes: tuple[tuple[int, ...], ...]) -> tuple[State, State]:
     cut: State = {name: tensor.clone() for name, tensor in whole.items()}
     for shape in meshes:
         mesh = init_device_mesh("cpu", shape)
-        for number, placements in enumerate(cuts(mesh)):
+        ways = itertools.product((Replicate(), Shard(0), Shard(1), Shard(2)), repeat=mesh.ndim)
+        for number, placements in enumerate(ways):
             name = f"mesh{'x'.join(map(str, shape))}.{number}.weight"
             whole[name] = torch.randn(7, 5, 6)
             cut[name] = distribute_tensor(whole[name].clone(), mesh, list(placements))
@@ -198,5 +191,13 @@ def test_what_is_no_box_of_one_whole_is_refused_by_name_on_all_ranks() -> None:
         with pytest.raises(SyncError) as caught:
             source.agree_on_layout(Agreement(30.0))
         assert words in same_everywhere(str(caught.value)), caught.value
-    with pytest.raises(ValueError, match="strategy 'torchtitan': use one of fsdp"):
-        open_source(SimpleNamespace(engine_config=SimpleNamespace(strategy="torchtitan")))
+    nothing: list[tuple[Any, type[Exception], str]] = [
+        (SimpleNamespace(engine_config=SimpleNamespace(strategy="torchtitan")), ValueError, "use one of fsdp"),
+        ("weights", TypeError, "a str cannot be synced"),
+        ({}, TypeError, "empty"),
+        ({"w": 1}, TypeError, "something else than tensors"),
+        (torch.nn.Linear(2, 2), ValueError, "has no config"),
+    ]
+    for given, error, words in nothing:
+        with pytest.raises(error, match=words):
+            open_source(given)

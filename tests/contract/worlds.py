@@ -107,11 +107,10 @@ def stop() -> None:
 def run_world(
     size: int, function: Callable[..., Any], /, *arguments: object, timeout: float = 120.0, **given: object
 ) -> list[Any]:
-    """Runs ``function(*arguments, **given)`` on ``size`` ranks and returns their results, in rank order.
+    """Runs ``function(*arguments, **given)`` on ``size`` ranks of a group; returns their results, in rank order.
 
     Args:
-        size: number of ranks.
-        function: of a module's top level, or a test that ``on_ranks`` decorates; the process group is set up.
+        function: of a module's top level, or a test that ``on_ranks`` decorates.
         arguments: picklable.
         timeout: seconds for all ranks together, once they have imported the function.
 
@@ -148,12 +147,8 @@ def run_world(
 
 
 def on_ranks(size: int | str, timeout: float = 120.0) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Runs the body of a test on every rank of a world, with the test's own arguments.
-
-    Args:
-        size: number of ranks, or the argument that is it, or has it as its ``size``.
-        timeout: as of ``run_world``.
-    """
+    """Runs the body of a test on every rank of a world, with the test's own arguments. ``size``: the number of ranks,
+    or the argument that is it, or has it as its ``size``; ``timeout``: as of ``run_world``."""
 
     def decorate(test: Callable[..., Any]) -> Callable[..., None]:
         @functools.wraps(test)
