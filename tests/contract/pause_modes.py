@@ -114,20 +114,24 @@ Play = Callable[..., None]
 
 @pytest.fixture
 def play(engine: BareEngine, models: Models, monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
-    """Runs a story in the engine's loop, on a server of a mode; of a separate rollout from version 1 on. A load asks
-    for a version of the model instead of a bucket."""
+    """Runs a story in the engine's loop, on a server of a mode; of a separate rollout from version 1 on, for which
+    requests have waited. A load asks for a version of the model instead of a bucket."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     packed = "verl_sync_plugin.rollouts.sglang.updates.pack_request"
     monkeypatch.setattr(packed, lambda request: models.packed(request[0]))
 
-    def run(pause: str, story: Callable[[Run], Any], separate: bool = True, synced: bool = True) -> None:
+    def run(pause: str, story: Callable[[Run], Any], separate: bool = True) -> None:
         async def whole() -> None:
             async with client_of(engine) as client:
                 run = Run(serving(engine, models.path, pause, separate), client)
-                if synced:
+                if separate:
+                    asked = run.asking()
+                    await run.waits(asked)
                     await run.server.abort_all_requests()
                     await run.sync(1)
+                    await run.waits(asked)
                     await run.server.resume_generation()
+                    check(models, await asked, 1)
                 await story(run)
 
         engine.call(asyncio.wait_for(whole(), 120))
@@ -330,21 +334,6 @@ def check(models: Models, answer: httpx.Response, version: int) -> None:
     assert chosen == {version: True, 3 - version: False}
 
 
-def test_before_the_first_sync_they_wait_for_it(play: Play, models: Models) -> None:
-    """The weights that a separate engine was launched with are of another version than the trainer's."""
-
-    async def story(run: Run) -> None:
-        asked = run.asking()
-        await run.waits(asked)
-        await run.server.abort_all_requests()
-        await run.sync(2)
-        await run.waits(asked)
-        await run.server.resume_generation()
-        check(models, await asked, 2)
-
-    play("abort", story, synced=False)
-
-
 def test_while_the_engine_sleeps_and_is_synced_they_wait_and_are_refused_after_a_failure(
     play: Play, models: Models
 ) -> None:
@@ -372,7 +361,7 @@ def test_while_the_engine_sleeps_and_is_synced_they_wait_and_are_refused_after_a
         await run.server.finish_sync(["kv_cache"])
         check(models, await run.asking(), 2)
 
-    play("abort", story, separate=False, synced=False)
+    play("abort", story, separate=False)
 
 
 @pytest.mark.parametrize("sleeps", [True, False], ids=["asleep", "awake"])
@@ -391,4 +380,4 @@ def test_those_in_flight_come_back_when_a_sync_begins(sleeps: bool, play: Play, 
         await run.server.finish_sync(["kv_cache"])
         check(models, await run.asking(), 2)
 
-    play("abort", story, separate=False, synced=False)
+    play("abort", story, separate=False)

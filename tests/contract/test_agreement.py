@@ -11,13 +11,14 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from worlds import on_ranks
 
-from contract.sources import WorldSource, everyone, same_everywhere
+from contract.sources import WorldSource, everyone, in_a_file, same_everywhere
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.planner import plan_buckets
@@ -28,7 +29,6 @@ from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.sync.ways import Sync, WayRefusedError, Ways
-from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed
 
@@ -159,13 +159,6 @@ def test_packs_while_the_engine_resumes_and_a_failure_of_either_is_everybodys() 
     assert all(each.asked.count("resumed") == each.leader for each in engines), "a resume is left under way"
 
 
-class Manager(ShardingManager):
-    """Has a trainer that cannot be read."""
-
-    def open_source(self) -> ParameterSource:
-        raise ValueError("no source")
-
-
 @pytest.mark.parametrize(
     ("where", "asked"),
     [("plan", ["load_weights"]), ("base", ["load_weights"]), ("adapter", []), ("finish", ["finish_sync"])],
@@ -174,9 +167,10 @@ class Manager(ShardingManager):
 def test_a_silent_engine_hears_of_a_failure_once_and_is_waited_for_once(where: str, asked: list[str]) -> None:
     """While it also does not end the load that it was asked for."""
     engine = Engine()
-    manager = Manager(None, engine, SyncConfig(timeout_seconds=WAIT), 1 << 20, CPU)
+    manager = ShardingManager(None, engine, SyncConfig(timeout_seconds=WAIT), 1 << 20, CPU)
     serves: Any = SimpleNamespace(serves_adapter=where in ("adapter", "base"), device=CPU, name="", model="")
     manager.trainer, manager._base_sent = serves, where == "adapter"
+    manager.open_source = mock.Mock(side_effect=ValueError("no source"))  # type: ignore[method-assign]
     started = time.monotonic()
     with pytest.raises(SyncError) as caught:
         asyncio.run(manager.finish(["kv_cache"]) if where == "finish" else manager.update_weights([], 1))
@@ -186,13 +180,6 @@ def test_a_silent_engine_hears_of_a_failure_once_and_is_waited_for_once(where: s
 
 
 # All ranks or none read parameters where they lie; which bytes cross hosts: ``test_several_hosts``
-
-
-def memory_of(shared: bool, folder: Path) -> torch.Tensor:
-    if not shared:
-        return torch.ones(64)
-    storage = torch.UntypedStorage.from_file(f"{folder}/{dist.get_rank()}", True, 256)
-    return torch.empty(0).set_(storage, 0, (64,)).fill_(1.0)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +200,7 @@ def test_all_ranks_or_none(
     it; and for one after memory was out of reach."""
     agreement, rank = Agreement(20.0), dist.get_rank()
     ways = Ways(SyncConfig(delivery=choice), agreement, BucketSender(CPU, 20.0))
-    run = memory_of(able[rank], tmp_path)
+    run = in_a_file(torch.ones(64), tmp_path) if able[rank] else torch.ones(64)
     shards = [Shard(Base("w", "bfloat16", 2, (64, 64), (View("w", (128,), 0, 128),)), lambda: run, run=run)]
     plan, seen = plan_buckets((shards[0].base,), 4096, sharded), list[bool]()
     sync = Sync(plan, WorldSource(), shards, SyncReport(), everyone())

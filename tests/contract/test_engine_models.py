@@ -18,7 +18,7 @@ import torch.distributed as dist
 from worlds import on_ranks
 
 from contract import sglang_models as models
-from contract.sglang_models import check_same, weights_of
+from contract.sglang_models import weights_of
 from contract.sources import same_everywhere
 from contract.wire import Wire
 from verl_sync_plugin.errors import SyncError
@@ -27,14 +27,6 @@ from verl_sync_plugin.verify import DERIVED
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_processes")]
 HELD = "do not hold what was sent of"
 NORM, OTHER_DTYPE = "model.norm.weight", "is copied through a view of another dtype"
-
-
-def exact(wire: Wire, reference: Any, weights: models.Weights) -> int:
-    """A sync leaves what SGLang's own load does; returns how many tensors were replayed."""
-    replayed = wire.sync(weights).replayed_tensors
-    reference.load_weights((name, tensor.clone()) for name, tensor in weights)
-    check_same(wire.model, reference, "the sync")
-    return replayed
 
 
 def every_flipped_bit_is_found(kind: str, config: Any) -> None:
@@ -106,7 +98,7 @@ def what_a_copy_would_get_wrong_is_left_to_the_model(config: Any) -> None:
         wire = Wire(model)
         for seed in (1, 2, 3):
             weights = [(n, t * 0 if n == NORM and seed == 1 else t) for n, t in weights_of("qwen2", seed)]
-            assert exact(wire, reference, weights) == len(weights) - bool(why), called
+            assert wire.exact(reference, weights).replayed_tensors == len(weights) - bool(why), called
         assert wire.left == ({NORM: why} if why else {}), called
 
 
@@ -114,7 +106,7 @@ def moved_parameters_start_over(config: Any) -> None:
     """None of it makes an operation, yet the sync after it finds out again what the model does."""
     model, reference = models.build(config), models.build(config)
     wire, mlp = Wire(model), model.model.layers[1].mlp
-    exact(wire, reference, weights_of("qwen2", 0))
+    wire.exact(reference, weights_of("qwen2", 0))
     known = wire.load.map
 
     def memory() -> None:
@@ -134,7 +126,7 @@ def moved_parameters_start_over(config: Any) -> None:
         move()
         for seed in (2 * number + 1, 2 * number + 2):
             before = wire.load.map
-            exact(wire, reference, weights_of("qwen2", seed))
+            wire.exact(reference, weights_of("qwen2", seed))
             assert wire.load.map == known and (wire.load.map is before) == (seed % 2 == 0), move
 
 
@@ -164,7 +156,7 @@ def a_wrong_recording_is_found(config: Any) -> None:
     )
     wire = Wire(model)
     for seed in (1, 2):
-        assert exact(wire, reference, weights_of("qwen2", seed)) == len(wire.plan.names) - 2
+        assert wire.exact(reference, weights_of("qwen2", seed)).replayed_tensors == len(wire.plan.names) - 2
     elsewhere = "its load puts it elsewhere than was recorded"
     assert wire.left == wire.comparison.left_out == dict.fromkeys(swapped, elsewhere)
 
@@ -222,7 +214,7 @@ def what_cannot_be_recorded_is_watched(config: Any) -> None:
         Wire(model).sync(with_one_more(1))
     wire = Wire(model)
     for seed in (1, 2, 3):
-        assert exact(wire, reference, weights_of("qwen2", seed)) == 0
+        assert wire.exact(reference, weights_of("qwen2", seed)).replayed_tensors == 0
 
 
 def a_rank_without_room_for_marks_fails_the_proof_of_all(config: Any) -> None:
@@ -257,7 +249,7 @@ def leftovers_that_are_not_loaded_alone_are_an_error(config: Any) -> None:
     model.load_weights = load
     wire = Wire(model, bucket_bytes=1 << 30)
     for seed in (1, 2):
-        exact(wire, reference, weights_of("qwen2", seed))
+        wire.exact(reference, weights_of("qwen2", seed))
     assert set(wire.left) >= {GATE, UP}
 
 

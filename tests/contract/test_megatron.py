@@ -60,15 +60,8 @@ def error_of(work: Callable[[], object], seconds: float = 10.0) -> str:
     return same_everywhere(str(caught.value))
 
 
-def is_last() -> bool:
-    return dist.get_rank() == dist.get_world_size() - 1
-
-
 def on_disk(folder: str) -> State:
-    found: State = {}
-    for file in Path(folder).glob("*.safetensors"):
-        found.update(load_file(file))
-    return found
+    return {name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def is_router_bias(name: str) -> bool:
@@ -183,16 +176,18 @@ def test_what_cannot_be_synced_is_refused_by_name(checkpoint: str, layout: Layou
 # Where a model goes through Megatron-Bridge's own stream
 
 
+def converting(mapping: str, change: Callable[[Callable[[], State]], State]) -> Any:
+    """A bridge in which a kind of mapping converts otherwise."""
+    from megatron.bridge.models.conversion import param_mapping
+
+    owner: Any = getattr(param_mapping, mapping)
+    stock = owner.megatron_to_hf
+    return mock.patch.object(owner, "megatron_to_hf", lambda *given: change(lambda: stock(*given)))
+
+
 def norms_are_computed() -> Any:
-    """A bridge whose norms are centered at zero in Megatron, as Gemma's are: their conversion adds one."""
-    from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
-
-    stock = ReplicatedMapping.megatron_to_hf
-
-    def plus_one(self: Any, weights: torch.Tensor | None, module: Any) -> dict[str, torch.Tensor]:
-        return {name: tensor + 1 for name, tensor in stock(self, weights, module).items()}
-
-    return mock.patch.object(ReplicatedMapping, "megatron_to_hf", plus_one)
+    """As Gemma's are, which are centered at zero in Megatron."""
+    return converting("ReplicatedMapping", lambda stock: {name: tensor + 1 for name, tensor in stock().items()})
 
 
 @pytest.mark.parametrize(("kind", "layout"), [("qwen2-tied", Layout(2, pp=2)), ("qwen3-moe", Layout(2, ep=2))], ids=str)
@@ -213,16 +208,14 @@ def test_a_model_whose_conversion_computes_goes_through_the_bridges_stream(check
 
 def failing_at(number: int) -> Any:
     """Makes one call of the bridge's row-parallel mappings raise on the last rank."""
-    from megatron.bridge.models.conversion.param_mapping import RowParallelMapping
+    last, calls = dist.get_rank() == dist.get_world_size() - 1, itertools.count(1)
 
-    stock, calls = RowParallelMapping.megatron_to_hf, itertools.count(1)
-
-    def convert(self: Any, weights: torch.Tensor | None, module: Any) -> dict[str, torch.Tensor]:
-        if is_last() and next(calls) == number:
+    def convert(stock: Callable[[], State]) -> State:
+        if last and next(calls) == number:
             raise RuntimeError("injected into the conversion")
-        return stock(self, weights, module)
+        return stock()
 
-    return mock.patch.object(RowParallelMapping, "megatron_to_hf", convert)
+    return converting("RowParallelMapping", convert)
 
 
 @pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(2, pp=2)], ids=str)

@@ -10,7 +10,6 @@ import gc
 import os
 import random
 import threading
-import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -28,7 +27,7 @@ from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutCo
 from verl.workers.rollout.replica import RolloutMode
 from worlds import on_ranks
 
-from contract.sources import SourceManager, reads_unseen, shard_of
+from contract.sources import SourceManager, in_a_file, reads_unseen, shard_of
 from faults import points
 from faults.actor import Reference, worker_calls
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND, TURN_OFF, sync_config_of
@@ -82,11 +81,7 @@ class Source(ParameterSource):
 
     def move(self) -> None:
         """To other memory, as an offload would."""
-        for name, tensor in self.weights.items():
-            path = self._folder / f"{uuid.uuid4().hex}.memory"
-            storage = torch.UntypedStorage.from_file(str(path), True, tensor.nbytes)
-            moved = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape)  # type: ignore[call-overload]
-            self.weights[name] = moved.copy_(tensor)
+        self.weights = {name: in_a_file(tensor, self._folder) for name, tensor in self.weights.items()}
 
     def shards(self) -> list[Shard]:
         return [shard_of((name,), tensor, 0, 1) for name, tensor in self.weights.items()]

@@ -81,22 +81,13 @@ def test_any_placement_arrives_bit_for_bit(size: int, meshes: tuple[tuple[int, .
     check_syncs(source, lambda: {n: wire(n, t) for n, t in whole.items()}, change)
 
 
-class Block(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).relu())  # type: ignore[no-any-return]
-
-
 @on_ranks(4, timeout=120)
 def test_fsdp2_over_tensor_parallelism() -> None:
     """As torchtitan does it: ``_StridedShard`` where both cut one dimension."""
     torch.manual_seed(5)
-    model = Block()
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8, bias=False))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
     assert any(isinstance(p, _StridedShard) for t in model.parameters() for p in t.placements)  # type: ignore[attr-defined]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from worlds import on_ranks
 
 from contract import sglang_models
 from contract.families import FAMILIES, Family
-from contract.test_families import publish
+from contract.test_families import model_of, publish
 from contract.wire import Wire
 from verl_sync_plugin.rollouts import rollout_of
 from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK, hand_down, new_token, pack_request
@@ -78,12 +77,8 @@ Factors = dict[str, torch.Tensor]
 
 def adapter_of(family: Family, **settings: Any) -> tuple[dict[str, Any], Callable[[int], Factors]]:
     """Settings of an adapter as PEFT resolves them, and what makes its factors of a seed."""
-    config = AutoConfig.for_model(family.model_type, **family.config)
-    multimodal = type(config) in AutoModelForImageTextToText._model_mapping
-    auto = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
-    model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
     given = LoraConfig(task_type="CAUSAL_LM", **{"r": RANK, "target_modules": "all-linear", **settings})
-    adapted = get_peft_model(model, given)
+    adapted = get_peft_model(model_of(family), given)
     names = get_peft_model_state_dict(adapted, save_embedding_layers=False)
 
     def factors(seed: int) -> Factors:
