@@ -150,7 +150,7 @@ class Run:
 
     def __init__(self, server: Any, client: httpx.AsyncClient) -> None:
         self.server, self.client, self.paced = server, client, 0
-        self.told: tuple[list[str] | None, str] | None = None  # of the request that sets the pace: its versions
+        self.versions: tuple[list[str] | None, str] | None = None  # of the request that sets the pace: its versions
 
     async def ask(self, prompt: list[int], tokens: int = TOKENS) -> Any:
         sampling = sampled(tokens)
@@ -175,7 +175,7 @@ class Run:
                 self.paced, versions = meta["completion_tokens"], meta.get("weight_versions")
                 # SGLang >= 0.5.19 says itself which tokens are of which
                 counted = versions and [each["version"] if isinstance(each, dict) else each for each in versions]
-                self.told = counted, meta["weight_version"]
+                self.versions = counted, meta["weight_version"]
 
     async def stand_still(self, asked: Sequence[asyncio.Task[Any]]) -> None:
         """Nothing is generated for a while."""
@@ -243,7 +243,7 @@ async def check_answers(run: Run, models: Models, pause: str, asked: list[asynci
         else:
             check_spanning(models, prompt, output, pause)
     spans = (["1", "2"], "2")  # as over HTTP: a response that spans a sync says so
-    assert run.told == ((None, "1") if pause == "abort" else spans)
+    assert run.versions == ((None, "1") if pause == "abort" else spans)
     await check_new(models, pause, run.ask(PROMPTS[0], 20))
 
 
@@ -282,7 +282,7 @@ def test_requests_go_on_with_new_weights_or_come_back_with_what_they_have(
         await check_answers(run, models, pause, asked)
         await check_new(models, pause, new)
         await run.pace()
-        assert run.told == ((None if pause == "abort" else ["2"]), "2")
+        assert run.versions == ((None if pause == "abort" else ["2"]), "2")
 
     play(pause, story)
 
@@ -320,7 +320,7 @@ def test_a_load_pauses_the_engine_by_itself_and_requests_wait_after_one_that_fai
         await run.stand_still([over_http, *inside])
         await run.server.finish_sync([])
         await over_http
-        assert other.told == ((None if pause == "abort" else ["2"]), "2")
+        assert other.versions == ((None if pause == "abort" else ["2"]), "2")
         await check_answers(run, models, pause, asked)
 
     play(pause, story)

@@ -131,7 +131,7 @@ def as_published(policy: WirePolicy, saved: State) -> Named:
     return in_fp8(saved, policy.blocks)
 
 
-# Whatever words an outcome has: what is said of it, without the numbers, which are the test's
+# By words of an outcome: what the table says in its place, without the numbers, which are the test's
 SAID = {
     "cannot be synced": "as without fp8",
     "drops the scales of": "its load drops the scales",

@@ -66,7 +66,7 @@ MIXED = {
 
 
 def peft_merge(reference: PeftModel, state: State, merge: bool = True) -> State:
-    """PEFT's own merge of the gathered weights, fp32, cast once. Tied weights are merged apart, not one twice."""
+    """PEFT's own merge of the gathered weights, fp32, cast once. Tied weights are merged separately, not one twice."""
     model = copy.deepcopy(reference)
     model.load_state_dict(state)
     head = model.get_output_embeddings()
@@ -109,7 +109,7 @@ def cases() -> Iterator[Any]:
             both.reverse()
         for layout, marks in zip(both, ((), pytest.mark.extended), strict=False):
             yield pytest.param(layout, variant, marks=marks)
-    # What shows something under a single layout: shards that are in host memory for good, moved and merged in pieces
+    # These show something under a single layout: shards are in host memory for good, moved and merged in pieces
     for variant in (VARIANTS[0], Variant("dora-embedding", "llama", DORA_ENDS)):
         yield Layout((2,), offloaded=True), variant
     yield Layout((2,), units=True), Variant("units", config={"target_modules": ["q_proj", "down_proj", "embed_tokens"]})

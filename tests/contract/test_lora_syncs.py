@@ -156,7 +156,7 @@ TWO = Variant("all-linear", config=LINEAR.config, second={"target_modules": ["q_
 
 
 def serving(module: torch.nn.Module, server: StandIn, wire: str = "bfloat16") -> ShardingManager:
-    """Of a trainer whose engine serves the adapter, and has its base already."""
+    """The manager of a trainer whose engine serves the adapter, and has its base already."""
     manager = manager_of(module, server, dist.get_rank() == 0, merge=False, wire=wire)
     manager._base_sent = True
     return manager

@@ -428,7 +428,7 @@ METHODS: dict[str, Callable[[Any], object]] = {
     zip(METHODS, ("first", "never", "first"), ("", "SGLang changes c once", "the places of parameters"), strict=True),
 )
 @on_ranks(1)
-def test_weights_that_are_rearranged_behind_every_load(
+def test_weights_that_are_rearranged_after_every_load(
     method: str, verify: str, changed: str, qwen2: str, tmp_path: Path
 ) -> None:
     place = OneProcess(qwen2, tmp_path, verify=verify)

@@ -105,9 +105,9 @@ def manager_of(family: Family, home: Path, targets: set[str]) -> Any:
 
 
 def packed(settings: dict[str, Any], factors: Factors) -> tuple[dict[str, Any], Any]:
-    """What a server is told of an adapter, and of the factors that were sent."""
-    (told, _, sent), _ = rollout_of("sglang").pack_adapter(settings, factors)
-    return told, sent
+    """Returns the settings of an adapter as a server gets them, and the summary of its factors."""
+    (served, _, sent), _ = rollout_of("sglang").pack_adapter(settings, factors)
+    return served, sent
 
 
 def load(manager: Any, settings: dict[str, Any], factors: Factors) -> None:
@@ -122,7 +122,7 @@ def load(manager: Any, settings: dict[str, Any], factors: Factors) -> None:
 
 
 def refusal(manager: Any, adapter: str, factors: Factors) -> str:
-    """The answer of all ranks to a look at the adapter, for which a scheduler calls our loader by its name."""
+    """Has all ranks look at the adapter, for which a scheduler calls our loader by its name; returns their answer."""
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.utils import dynamic_import
 

@@ -64,8 +64,8 @@ def story(case: Case, config: Any, tp: int) -> None:
     groups = {each: group for ranks in case.groups for group in (dist.new_group(ranks),) for each in ranks}
     source = Owned() if case.joint else WorldSource(groups[rank])
     wire, reference = Wire(models.build(config), source, case.bucket_bytes, tp), models.build(config)
-    apart = sum(case.hosts[one] != case.hosts[other] for ranks in case.groups for one in ranks for other in ranks)
-    several, said = apart > 0, io.StringIO()
+    crossings = sum(case.hosts[one] != case.hosts[other] for ranks in case.groups for one in ranks for other in ranks)
+    several, said = crossings > 0, io.StringIO()
     for version in (1, 2, 3):
         with noting(wire) as events, redirect_stdout(said):
             report = wire.exact(reference, models.weights_of(KIND, version))
@@ -73,7 +73,7 @@ def story(case: Case, config: Any, tp: int) -> None:
         assert report.delivery == ("broadcast" if several else "staged")
         assert (report.gathered_bytes > 0) == several and (report.peer_bytes > 0) == (world > 1 and not several), report
         dist.all_reduce(received := torch.tensor(report.network_bytes))
-        assert int(received) == report.nbytes // len(case.groups[0]) * apart
+        assert int(received) == report.nbytes // len(case.groups[0]) * crossings
         check_order(events, report, world)
     why = "not staged alone: ranks that share out the model are on several hosts"
     assert said.getvalue().count("delivery is") == (rank == 0), said.getvalue()
@@ -109,7 +109,7 @@ def noting(wire: Wire) -> Iterator[Events]:
 
 
 def check_order(events: Events, report: SyncReport, world: int) -> None:
-    """Of every bucket, and that one is packed while an earlier one is loaded. Between them is the one that is being
+    """Checks every bucket, and that one is packed while an earlier one is loaded. Between them is the one that is being
     sent, or that waits in its slot."""
     at = {event: place for place, event in enumerate(events)}
     sends, count = report.delivery == "broadcast", report.buckets
