@@ -27,13 +27,13 @@ def checkpoint(written: Callable[[str], str], kind: str) -> str:
 
 @pytest.fixture
 def kind() -> str:
-    """Of a Megatron test's checkpoint, if it names none."""
+    """The checkpoint of a Megatron test that names none."""
     return "qwen2"
 
 
 @pytest.fixture
 def layout() -> Layout:
-    """Of a Megatron test's trainer, if it names none."""
+    """The trainer of a Megatron test that names none."""
     return Layout(2, tp=2)
 
 

@@ -22,15 +22,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from contract import sources
 from contract.reading import CPU, State
@@ -43,13 +35,9 @@ SIZES = {
     "num_key_value_heads": 2, "vocab_size": VOCABULARY, "head_dim": 10,
 }  # fmt: skip
 MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 21}
-
 CONFIGS: dict[str, PretrainedConfig] = {
-    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
-    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
-    "qwen2_tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
-    "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=False),
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, **MOE, tie_word_embeddings=False),
+    name: AutoConfig.for_model(name.removesuffix("_tied"), **SIZES, **MOE, tie_word_embeddings=name.endswith("_tied"))
+    for name in ("llama", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe")
 }
 
 
@@ -155,7 +143,7 @@ def engine_of(module: torch.nn.Module, merge: bool = True) -> Any:
     """Stands for verl's engine of a sharded model, with the settings that its adapter was made of, if it has one."""
     model: Any = getattr(module, "_fsdp_wrapped_module", module)
     model_config = ModelConfig(hf_config=model.config, lora={"merge": merge})
-    if adapter := getattr(model, "peft_config", {}).get("default"):
+    if isinstance(adapter := getattr(model, "peft_config", {}).get("default"), LoraConfig):
         given = ("target_modules", "exclude_modules", "target_parameters", "lora_alpha")
         vars(model_config).update({key: getattr(adapter, key) for key in given}, lora_rank=adapter.r)
         given = ("modules_to_save", "ensure_weight_tying")

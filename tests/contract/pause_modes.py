@@ -35,17 +35,14 @@ NEAR = 0.08
 class Models:
     """The model with its weights as in the checkpoint (version 1), and with others of another seed (version 2)."""
 
-    def __init__(self, path: str, folder: Path) -> None:
+    def __init__(self, path: str) -> None:
         from transformers import AutoModelForCausalLM
 
         self.path = path
         first = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
         with torch.random.fork_rng():
             torch.manual_seed(11)
-            second = AutoModelForCausalLM.from_config(first.config, dtype=torch.bfloat16)
-        second.save_pretrained(folder)
-        self.of = {1: first, 2: second}
-        self.checkpoints = {1: Path(path), 2: folder}
+            self.of = {1: first, 2: AutoModelForCausalLM.from_config(first.config, dtype=torch.bfloat16)}
 
     def packed(self, version: int) -> bytes:
         return dumps([(name, tensor.detach().clone()) for name, tensor in self.of[version].named_parameters()])
@@ -69,8 +66,8 @@ def near(logits: torch.Tensor, token: int) -> bool:
 
 
 @pytest.fixture(scope="session")
-def models(tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tiny_model("qwen2"), tmp_path_factory.mktemp("second") / "model")
+def models(tiny_model: Callable[[str], str]) -> Models:
+    return Models(tiny_model("qwen2"))
 
 
 @pytest.fixture(scope="session")
@@ -87,13 +84,9 @@ def serving(engine: BareEngine, model: str, pause: str, separate: bool = True) -
     from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
     from verl.workers.rollout.replica import RolloutMode
 
-    config = RolloutConfig(
-        name="sglang",
-        custom={"sync": {"pause": pause, "timeout_seconds": 20.0}},
-        checkpoint_engine=CheckpointEngineConfig(backend=SEPARATE_BACKEND if separate else "naive"),
-        max_model_len=256,
-    )
-    mode = RolloutMode.STANDALONE if separate else RolloutMode.HYBRID
+    backend, mode = (SEPARATE_BACKEND, RolloutMode.STANDALONE) if separate else ("naive", RolloutMode.HYBRID)
+    sync, moves = {"pause": pause, "timeout_seconds": 20.0}, CheckpointEngineConfig(backend=backend)
+    config = RolloutConfig(name="sglang", custom={"sync": sync}, checkpoint_engine=moves, max_model_len=256)
     server = SyncSGLangHttpServer(config, HFModelConfig(path=model), mode, [], 0, 0, 1, "", 0)
     server.loader = PLAIN[server.loader == FORGETTING_LOADER]
     server.tokenizer_manager = engine.tokenizer_manager
@@ -121,20 +114,24 @@ Play = Callable[..., None]
 
 @pytest.fixture
 def play(engine: BareEngine, models: Models, monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
-    """Runs a story in the engine's loop, on a server of a mode; of a separate rollout from version 1 on. A load asks
-    for a version of the model instead of a bucket."""
+    """Runs a story in the engine's loop, on a server of a mode; of a separate rollout from version 1 on, for which
+    requests have waited. A load asks for a version of the model instead of a bucket."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     packed = "verl_sync_plugin.rollouts.sglang.updates.pack_request"
     monkeypatch.setattr(packed, lambda request: models.packed(request[0]))
 
-    def run(pause: str, story: Callable[[Run], Any], separate: bool = True, synced: bool = True) -> None:
+    def run(pause: str, story: Callable[[Run], Any], separate: bool = True) -> None:
         async def whole() -> None:
             async with client_of(engine) as client:
                 run = Run(serving(engine, models.path, pause, separate), client)
-                if synced:
+                if separate:
+                    asked = run.asking()
+                    await run.waits(asked)
                     await run.server.abort_all_requests()
                     await run.sync(1)
+                    await run.waits(asked)
                     await run.server.resume_generation()
+                    check(models, await asked, 1)
                 await story(run)
 
         engine.call(asyncio.wait_for(whole(), 120))
@@ -143,18 +140,20 @@ def play(engine: BareEngine, models: Models, monkeypatch: pytest.MonkeyPatch) ->
     vars(engine.tokenizer_manager).pop("generate_request", None)  # the next server marks requests in its own way
 
 
+def sampled(tokens: int) -> dict[str, Any]:
+    return {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+
+
 class Run:
     """Sends requests to one server, as verl does and as SGLang's HTTP endpoint does, and calls it around a sync as verl
     does; ``client`` is one of its HTTP server."""
 
     def __init__(self, server: Any, client: httpx.AsyncClient) -> None:
-        self.server = server
-        self.client = client
-        self.paced = 0
-        self.told: tuple[list[str] | None, str] | None = None  # of the request that sets the pace: its versions
+        self.server, self.client, self.paced = server, client, 0
+        self.versions: tuple[list[str] | None, str] | None = None  # of the request that sets the pace: its versions
 
     async def ask(self, prompt: list[int], tokens: int = TOKENS) -> Any:
-        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        sampling = sampled(tokens)
         return await self.server.generate(prompt, sampling, f"{id(sampling)}-{prompt[1]}-{tokens}")
 
     async def in_flight(self) -> list[asyncio.Task[Any]]:
@@ -169,16 +168,14 @@ class Run:
     async def pace(self, tokens: int = TOKENS) -> None:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        request = GenerateReqInput(input_ids=[5, 6, 7], sampling_params=sampling, stream=True)
+        request = GenerateReqInput(input_ids=[5, 6, 7], sampling_params=sampled(tokens), stream=True)
         async with aclosing(self.server.tokenizer_manager.generate_request(request, None)) as answers:
             async for answer in answers:
-                self.paced = answer["meta_info"]["completion_tokens"]
                 meta = answer["meta_info"]
-                versions = meta.get("weight_versions")
+                self.paced, versions = meta["completion_tokens"], meta.get("weight_versions")
                 # SGLang >= 0.5.19 says itself which tokens are of which
                 counted = versions and [each["version"] if isinstance(each, dict) else each for each in versions]
-                self.told = counted, meta["weight_version"]
+                self.versions = counted, meta["weight_version"]
 
     async def stand_still(self, asked: Sequence[asyncio.Task[Any]]) -> None:
         """Nothing is generated for a while."""
@@ -209,8 +206,7 @@ class Run:
 
     def asking(self, tokens: int = 20) -> asyncio.Task[httpx.Response]:
         """A request that comes past verl, over HTTP."""
-        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        body = {"input_ids": PROMPTS[0], "sampling_params": sampling}
+        body = {"input_ids": PROMPTS[0], "sampling_params": sampled(tokens)}
         return asyncio.ensure_future(self.client.post("/generate", json=body))
 
     async def waits(self, *asked: asyncio.Task[httpx.Response]) -> None:
@@ -240,15 +236,14 @@ def check_cut_off(models: Models, prompt: list[int], output: Any) -> None:
 
 async def check_answers(run: Run, models: Models, pause: str, asked: list[asyncio.Task[Any]]) -> None:
     """Checks what became of the requests in flight, and that the engine goes on with new weights by itself."""
-    outputs = await asyncio.gather(*asked[:-1])
-    await asked[-1]
+    *outputs, _ = await asyncio.gather(*asked)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         if pause == "abort":
             check_cut_off(models, prompt, output)
         else:
             check_spanning(models, prompt, output, pause)
     spans = (["1", "2"], "2")  # as over HTTP: a response that spans a sync says so
-    assert run.told == ((None, "1") if pause == "abort" else spans)
+    assert run.versions == ((None, "1") if pause == "abort" else spans)
     await check_new(models, pause, run.ask(PROMPTS[0], 20))
 
 
@@ -257,8 +252,7 @@ async def check_new(models: Models, pause: str, answer: Any) -> None:
     output = await answer
     fields = output.extra_fields
     assert fields["global_steps"] == 2 and len(output.token_ids) == 20
-    if pause != "abort":
-        assert fields["min_global_steps"] == fields["max_global_steps"] == 2
+    assert pause == "abort" or fields["min_global_steps"] == fields["max_global_steps"] == 2
     assert models.chosen_by_second(PROMPTS[0], output.token_ids, 0, 0)
 
 
@@ -288,16 +282,17 @@ def test_requests_go_on_with_new_weights_or_come_back_with_what_they_have(
         await check_answers(run, models, pause, asked)
         await check_new(models, pause, new)
         await run.pace()
-        assert run.told == ((None if pause == "abort" else ["2"]), "2")
+        assert run.versions == ((None if pause == "abort" else ["2"]), "2")
 
     play(pause, story)
 
 
 @EVERY
-def test_a_load_pauses_the_engine_by_itself_and_nothing_is_generated_in_its_middle(
+def test_a_load_pauses_the_engine_by_itself_and_requests_wait_after_one_that_fails(
     pause: str, play: Play, engine: BareEngine, models: Models, tmp_path: Path
 ) -> None:
-    """While a group stands, no driver pauses the engine."""
+    """While a group stands, no driver pauses the engine. Nothing is generated in the middle of a load, nor after one
+    that failed until one succeeds."""
 
     async def story(run: Run) -> None:
         await engine.ask_loader(STALL, str(tmp_path))
@@ -308,34 +303,24 @@ def test_a_load_pauses_the_engine_by_itself_and_nothing_is_generated_in_its_midd
             await asyncio.sleep(0.005)
         if pause == "abort":
             await asyncio.gather(*asked)  # all of them have come back
-        new = asyncio.ensure_future(run.ask(PROMPTS[0], 20))
-        other = Run(run.server, run.client)
+        inside = asked if pause != "abort" else []
+        new, other = asyncio.ensure_future(run.ask(PROMPTS[0], 20)), Run(run.server, run.client)
         over_http = asyncio.ensure_future(other.pace(20))
-        await run.stand_still([new, over_http, *(asked if pause != "abort" else [])])
+        await run.stand_still([new, over_http, *inside])
         assert other.paced == 0 and not loading.done()
         (tmp_path / "go").touch()
         await loading
+        await run.server.abandon_sync("injected: another rank failed")
+        for refused in (new, over_http, run.ask(PROMPTS[0])):
+            with pytest.raises(HalfWrittenError, match="injected: another rank failed"):
+                await refused
+        await run.stand_still(inside)
+        await run.load(2)
+        over_http = asyncio.ensure_future(other.pace(20))
+        await run.stand_still([over_http, *inside])
         await run.server.finish_sync([])
         await over_http
-        assert other.told == ((None if pause == "abort" else ["2"]), "2")
-        await check_new(models, pause, new)
-        await check_answers(run, models, pause, asked)
-
-    play(pause, story)
-
-
-@EVERY
-def test_requests_wait_behind_a_load_that_fails_until_one_succeeds(pause: str, play: Play, models: Models) -> None:
-    async def story(run: Run) -> None:
-        asked = await run.in_flight()
-        await run.load(2)
-        await run.server.abandon_sync("injected: another rank failed")
-        with pytest.raises(HalfWrittenError, match="injected: another rank failed"):
-            await run.ask(PROMPTS[0])
-        if pause != "abort":
-            await run.stand_still(asked)
-        await run.load(2)
-        await run.server.finish_sync([])
+        assert other.versions == ((None if pause == "abort" else ["2"]), "2")
         await check_answers(run, models, pause, asked)
 
     play(pause, story)
@@ -347,21 +332,6 @@ def check(models: Models, answer: httpx.Response, version: int) -> None:
     assert meta["weight_version"] == str(version) and len(tokens) == 20
     chosen = {1: models.chosen_until(PROMPTS[0], tokens) == 20, 2: models.chosen_by_second(PROMPTS[0], tokens, 0, 0)}
     assert chosen == {version: True, 3 - version: False}
-
-
-def test_before_the_first_sync_they_wait_for_it(play: Play, models: Models) -> None:
-    """The weights that a separate engine was launched with are of another version than the trainer's."""
-
-    async def story(run: Run) -> None:
-        asked = run.asking()
-        await run.waits(asked)
-        await run.server.abort_all_requests()
-        await run.sync(2)
-        await run.waits(asked)
-        await run.server.resume_generation()
-        check(models, await asked, 2)
-
-    play("abort", story, synced=False)
 
 
 def test_while_the_engine_sleeps_and_is_synced_they_wait_and_are_refused_after_a_failure(
@@ -391,7 +361,7 @@ def test_while_the_engine_sleeps_and_is_synced_they_wait_and_are_refused_after_a
         await run.server.finish_sync(["kv_cache"])
         check(models, await run.asking(), 2)
 
-    play("abort", story, separate=False, synced=False)
+    play("abort", story, separate=False)
 
 
 @pytest.mark.parametrize("sleeps", [True, False], ids=["asleep", "awake"])
@@ -410,4 +380,4 @@ def test_those_in_flight_come_back_when_a_sync_begins(sleeps: bool, play: Play, 
         await run.server.finish_sync(["kv_cache"])
         check(models, await run.asking(), 2)
 
-    play("abort", story, separate=False, synced=False)
+    play("abort", story, separate=False)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.copies.copier import BucketMemory
-from verl_sync_plugin.copies.plain import hash_bytes
 from verl_sync_plugin.engine.load import Assembler
-from verl_sync_plugin.layout.tensors import Plan, Shard, hulls_of, numbers_of
+from verl_sync_plugin.layout.tensors import Plan, Shard
 from verl_sync_plugin.sync.sender import SLOTS, BucketSender
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.memory import open_peer_staging, slot_of
-from verl_sync_plugin.verify import times_sent
 
 CPU = torch.device("cpu")
 TINY, LARGE = 6_001, 64 << 20  # bytes of a bucket; TINY is no multiple of anything
@@ -47,55 +45,43 @@ class Reader:
         """Every tensor that arrives, once."""
         sender = BucketSender(CPU, 30.0)
         try:
-            return self._deliver(sender, self.shards(bucket_bytes, sharded))
+            shards, plan, source = self.shards(bucket_bytes, sharded), self.plan, self.source
+            assert plan is not None
+            group, rank = source.group, source.rank
+            sender.reserve(plan)
+            sender.begin(plan, rank)
+            exports: list[Any] = [sender.export()]
+            if plan.sharded:
+                exports = [None] * dist.get_world_size(group)
+                dist.all_gather_object(exports, sender.export(), group=group)
+            mapped = [open_peer_staging(export, CPU) for export in exports]
+            meet = partial(dist.barrier, group) if plan.sharded else lambda: None
+            assembler, got = Assembler(frozenset(plan.names)), State()
+            for index, bucket in enumerate(plan.buckets):
+                slot = index % SLOTS
+                if source.prepares:
+                    later = [later.bases for later in plan.buckets[index + 1 :]]
+                    self.agreement.run("packing", source.prepare(bucket.bases, later))
+                    self.agreement.settle("packing")
+                meet()  # everyone has read what was there, and it is packed over rubbish
+                sender._slot(slot).fill_(0xEE)
+                sender.pack(index, slot, shards)
+                if not plan.sharded and bucket.world > 1:
+                    start = partial(dist.broadcast, group=group, async_op=True)
+                    sender.broadcast(bucket, slot, dist.get_process_group_ranks(group), start)
+                    sender.drain(slot)
+                meet()
+                sources = mapped if plan.sharded and bucket.world > 1 else [mapped[rank if plan.sharded else 0]]
+                slots = [slot_of(each, slot, exports[0].slot_bytes) for each in sources]
+                for name, tensor in assembler.tensors(BucketMemory(slots, bucket.stride, bucket.world), bucket.entries):
+                    assert name not in got, f"{name} came twice"
+                    got[name] = tensor.clone()
+            assembler.finish()
+            meet()
+            return got
         finally:
             sender.close()
             self.source.release()
-
-    def _deliver(self, sender: BucketSender, shards: list[Shard]) -> State:
-        plan, source = self.plan, self.source
-        assert plan is not None
-        group, rank = source.group, source.rank
-        sender.reserve(plan)
-        sender.begin(plan, rank)
-        exports: list[Any] = [sender.export()]
-        if plan.sharded:
-            exports = [None] * dist.get_world_size(group)
-            dist.all_gather_object(exports, sender.export(), group=group)
-        mapped = [open_peer_staging(export, CPU) for export in exports]
-        meet = partial(dist.barrier, group) if plan.sharded else lambda: None
-        assembler, got = Assembler(frozenset(plan.names)), State()
-        numbers = numbers_of(bucket.entries for bucket in plan.buckets)
-        read = torch.zeros(len(numbers), dtype=torch.int64)
-        for index, bucket in enumerate(plan.buckets):
-            slot = index % SLOTS
-            if source.prepares:
-                later = [later.bases for later in plan.buckets[index + 1 :]]
-                self.agreement.run("packing", source.prepare(bucket.bases, later))
-                self.agreement.settle("packing")
-            meet()  # everyone has read what was there, and it is packed over rubbish
-            sender._slot(slot).fill_(0xEE)
-            sender.pack(index, slot, shards)
-            if not plan.sharded and bucket.world > 1:
-                start = partial(dist.broadcast, group=group, async_op=True)
-                sender.broadcast(bucket, slot, dist.get_process_group_ranks(group), start)
-                sender.drain(slot)
-            meet()
-            sources = mapped if plan.sharded and bucket.world > 1 else [mapped[rank if plan.sharded else 0]]
-            slots = [slot_of(each, slot, exports[0].slot_bytes) for each in sources]
-            memory = BucketMemory(slots, bucket.stride, bucket.world)
-            for hull in hulls_of(bucket.entries):
-                part = memory.narrow(hull.first, hull.end - hull.first)
-                read[numbers[hull.names[0]]] += hash_bytes(part, hull.first)
-            for name, tensor in assembler.tensors(memory, bucket.entries):
-                assert name not in got, f"{name} came twice"
-                got[name] = tensor.clone()
-        assembler.finish()
-        both, world = torch.stack([sender.sums(plan), read]), dist.get_world_size()
-        sent, heard = self.agreement.vote("comparing", both).reshape(both.shape)
-        assert torch.equal(sent * world, heard * times_sent(plan, world)), "bytes changed on the way"
-        meet()
-        return got
 
 
 def sync(source: Any, bucket_bytes: int = TINY, sharded: bool = False) -> State:
@@ -111,16 +97,9 @@ def check_syncs(
     same: Callable[[State, State], None] | None = None,
     rounds: int = 2,
 ) -> Reader:
-    """Checks what arrives in every way, over and over.
-
-    Args:
-        source: of the trainer, or its reader.
-        expected: gives what must arrive.
-        change: trains, between two syncs.
-        modules: of the trainer; no sync may write to a parameter of theirs.
-        same: compares what arrived with what must.
-        rounds: how often every way is taken; the plans of all must be alike.
-    """
+    """Checks that what arrives in every way is what ``expected`` gives, ``rounds`` times, with a ``change`` of the
+    trainer after each sync. Plans stay alike, and no sync writes to a parameter of the trainer's ``modules``.
+    ``source`` may be a reader; ``same`` compares what arrived with what must."""
     reader, digests = source if isinstance(source, Reader) else Reader(source), list[str]()
     for bucket_bytes, sharded in WAYS * rounds:
         wanted = expected()
@@ -144,3 +123,45 @@ def check_same(got: State, expected: State) -> None:
     assert not odd, odd
     different = [n for n, t in expected.items() if got[n].shape != t.shape or not torch.equal(got[n], t)]
     assert not different, different
+
+
+# In fp8: whole checkpoints by the formula of verl's kernel, and what a trainer's ranks make of their shards
+
+Blocks = Mapping[str, tuple[int, int]]
+
+
+def quantized(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix in fp8 and its scales, of blocks of so many rows and columns."""
+    (rows, columns), (high, wide) = weight.shape, block
+    whole = torch.nn.functional.pad(weight.float(), (0, -columns % wide, 0, -rows % high))
+    parts = whole.view(whole.shape[0] // high, high, whole.shape[1] // wide, wide)
+    scales = parts.abs().amax((1, 3)).clamp(min=1e-10) / torch.tensor([448.0])
+    values = (parts * (1.0 / scales)[:, None, :, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return values.view(whole.shape)[:rows, :columns].contiguous(), scales
+
+
+def in_fp8(state: State, blocks: Blocks) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a state, those with blocks in fp8; what travels in bf16 is cast to it first."""
+    for name, tensor in state.items():
+        if name in blocks:
+            values, scales = quantized(tensor.to(torch.bfloat16), blocks[name])
+            yield name, values
+            yield f"{name}_scale_inv", scales
+        else:
+            yield name, tensor
+
+
+def projections(state: State, block: tuple[int, int]) -> Blocks:
+    """The weights that an engine keeps in fp8, experts among them."""
+    return {name: block for name, tensor in state.items() if tensor.dim() == 2 and name.endswith("_proj.weight")}
+
+
+def check_quantized(manager: Any, expected: State, blocks: Blocks, bucket_bytes: int, sharded: bool) -> Reader:
+    """Syncs what a manager's trainer holds in fp8: it must be that of the whole tensors. Collective."""
+    manager.trainer.policy.blocks.update(blocks)
+    reader = Reader(manager.open_source())
+    got = reader.sync(bucket_bytes, sharded)
+    bits = {name: t.view(torch.uint8) if t.dtype.itemsize == 1 else t for name, t in got.items()}
+    wanted = {n: t.view(torch.uint8) if t.dtype.itemsize == 1 else t for n, t in in_fp8(expected, blocks)}
+    check_same(bits, wanted)
+    return reader

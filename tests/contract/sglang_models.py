@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,13 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from contract.families import FAMILIES, Family
+from contract.families import EXPERTS, FAMILIES, HEADS, Family
 
 Weights = list[tuple[str, torch.Tensor]]
-EXPERTS = replace(
-    FAMILIES["Qwen3-MoE"], config={**FAMILIES["Qwen3-MoE"].config, "num_experts": 8, "moe_intermediate_size": 32}
-)
 KINDS: dict[str, Family] = {
     "qwen2": FAMILIES["Qwen2"],
     "qwen2-tied": FAMILIES["Qwen2, tied"],
-    "qwen3-moe": EXPERTS,
+    "qwen3-moe": Family("qwen3_moe", {**HEADS, **EXPERTS, "num_experts": 8, "moe_intermediate_size": 32}),
     "deepseek-v3": FAMILIES["DeepSeek-V3"],
 }
 
@@ -57,17 +53,16 @@ def weights_of(kind: str, seed: int) -> Weights:
     generator = torch.Generator().manual_seed(seed)
     made: Weights = []
     for name, shape in shapes_of(kind):
-        kept = name.endswith("e_score_correction_bias")
-        value = torch.randn(shape, generator=generator)
-        made.append((name, value if kept else value.to(torch.bfloat16)))
+        dtype = torch.float32 if name.endswith("e_score_correction_bias") else torch.bfloat16
+        made.append((name, torch.randn(shape, generator=generator).to(dtype)))
     if KINDS[kind].config["tie_word_embeddings"]:
         made[-1] = (made[-1][0], dict(made)["model.embed_tokens.weight"])
     return made
 
 
-def start(folder: Path, kind: str | Family, tp: int | None = None, **arguments: Any) -> Any:
+def start(folder: Path, kind: str, tp: int | None = None, **arguments: Any) -> Any:
     """Sets SGLang up for one model in this process of a group (again, if need be); returns its ``ModelConfig``."""
-    family = KINDS[kind] if isinstance(kind, str) else kind
+    family = KINDS[kind]
     home = folder / f"{family.model_type}-{family.config.get('tie_word_embeddings')}-{dist.get_rank()}"
     built(family).config.save_pretrained(home)
     return start_from(home, tp=tp, **arguments)

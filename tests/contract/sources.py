@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import pickle
 import re
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,15 +30,15 @@ BUCKET_BYTES = 64 << 10  # of a manager
 
 
 class WorldSource(ParameterSource):
-    """Shares tensors out over all ranks, or has all of them on every rank; one that comes twice is tied."""
+    """Shares tensors out over the ranks of a group, or all; one that comes twice is tied."""
 
-    def __init__(self, shares: bool = True) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        self.group = dist.group.WORLD if shares else None
+        self.group = group or dist.group.WORLD
         self.weights: Sequence[tuple[str, torch.Tensor]] = ()
 
     def shards(self) -> list[Shard]:
-        world = dist.get_world_size() if self.group else 1
+        world = dist.get_world_size(self.group)
         tied: dict[int, tuple[list[str], torch.Tensor]] = {}
         for name, tensor in self.weights:
             tied.setdefault(id(tensor), ([], tensor))[0].append(name)
@@ -64,28 +66,27 @@ def open_source(
     return trainer.open_source()
 
 
-def manager_of(
-    strategy: str,
-    engine: Any,
-    server: Any,
-    leads: bool = True,
-    bucket_bytes: int = BUCKET_BYTES,
-    wire: str = "bfloat16",
-    **keys: Any,
-) -> ShardingManager:
+def manager_of(strategy: str, engine: Any, server: Any, leads: bool = True, wire: str = "bfloat16", **keys: Any) -> Any:
     """The manager of an engine; a leading rank calls the server."""
-    config = SyncConfig(timeout_seconds=20.0, **keys)
-    manager = get_sharding_manager(strategy, "sglang")
-    return manager(engine, endpoint_of(server, leads), config, bucket_bytes, CPU, wire)
+    config, endpoint = SyncConfig(timeout_seconds=20.0, **keys), endpoint_of(server, leads)
+    return get_sharding_manager(strategy, "sglang")(engine, endpoint, config, BUCKET_BYTES, CPU, wire)
 
 
-def shard_of(names: tuple[str, ...], tensor: torch.Tensor, rank: int, world: int) -> Shard:
-    """A rank's rows of a tensor, which is tied where it has several names; cut as ``torch.chunk`` cuts them."""
+def shard_of(names: tuple[str, ...], tensor: torch.Tensor, rank: int, world: int, owner: int | None = None) -> Shard:
+    """A rank's rows of a tensor, cut as by ``torch.chunk``, or all of it for the ``owner``; several names are tied."""
     numel, rows = tensor.numel(), [len(chunk) for chunk in torch.arange(tensor.shape[0]).chunk(world)]
     lengths = tuple(each * numel // tensor.shape[0] for each in (*rows, *[0] * (world - len(rows))))
+    if owner is not None:
+        lengths = tuple(numel if each == owner else 0 for each in range(world))
     views = tuple(View(name, tuple(tensor.shape), 0, numel) for name in names)
     run = tensor.reshape(-1)[sum(lengths[:rank]) :][: lengths[rank]]
     return Shard(Base(names[0], dtype_name(tensor.dtype), tensor.element_size(), lengths, views), lambda: run)
+
+
+def in_a_file(tensor: torch.Tensor, folder: Path) -> torch.Tensor:
+    """A copy in memory that other processes can map as they can all device memory."""
+    storage = torch.UntypedStorage.from_file(f"{folder}/{uuid.uuid4().hex}.memory", True, tensor.nbytes)
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape).copy_(tensor)  # type: ignore[call-overload]
 
 
 def everyone() -> tuple[int, ...]:

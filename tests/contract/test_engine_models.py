@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads on SGLang's own model classes, on tensor-parallel ranks that are a process each.
-
-What a copy would get wrong is left to the model's own ``load_weights``; what lies in the parameters is compared with
-what was sent, and a flipped bit is found wherever it is; nothing that the trainer sends is left out. That what is
-loaded is exact in every family: ``test_families``.
-"""
+"""Loads on SGLang's own model classes, on tensor-parallel ranks: what a copy would get wrong is left to the model, a
+flipped bit is found wherever it is, and nothing that the trainer sends is left out. That what is loaded is exact in
+every family: ``test_families``."""
 
 from __future__ import annotations
 
@@ -12,10 +9,8 @@ import copy
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -23,24 +18,15 @@ import torch.distributed as dist
 from worlds import on_ranks
 
 from contract import sglang_models as models
-from contract.sglang_models import check_same, weights_of
+from contract.sglang_models import weights_of
 from contract.sources import same_everywhere
 from contract.wire import Wire
-from verl_sync_plugin.engine import introduce
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.verify import DERIVED
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_processes")]
 HELD = "do not hold what was sent of"
 NORM, OTHER_DTYPE = "model.norm.weight", "is copied through a view of another dtype"
-
-
-def exact(wire: Wire, reference: Any, weights: models.Weights) -> int:
-    """A sync leaves what SGLang's own load does; returns how many tensors were replayed."""
-    replayed = wire.sync(weights).replayed_tensors
-    reference.load_weights((name, tensor.clone()) for name, tensor in weights)
-    check_same(wire.model, reference, "the sync")
-    return replayed
 
 
 def every_flipped_bit_is_found(kind: str, config: Any) -> None:
@@ -112,7 +98,7 @@ def what_a_copy_would_get_wrong_is_left_to_the_model(config: Any) -> None:
         wire = Wire(model)
         for seed in (1, 2, 3):
             weights = [(n, t * 0 if n == NORM and seed == 1 else t) for n, t in weights_of("qwen2", seed)]
-            assert exact(wire, reference, weights) == len(weights) - bool(why), called
+            assert wire.exact(reference, weights).replayed_tensors == len(weights) - bool(why), called
         assert wire.left == ({NORM: why} if why else {}), called
 
 
@@ -120,15 +106,15 @@ def moved_parameters_start_over(config: Any) -> None:
     """None of it makes an operation, yet the sync after it finds out again what the model does."""
     model, reference = models.build(config), models.build(config)
     wire, mlp = Wire(model), model.model.layers[1].mlp
-    exact(wire, reference, weights_of("qwen2", 0))
+    wire.exact(reference, weights_of("qwen2", 0))
     known = wire.load.map
 
     def memory() -> None:
         mlp.gate_up_proj.weight.data = mlp.gate_up_proj.weight.data.clone()
 
     def parameter(of: Any = mlp.gate_up_proj) -> None:
-        before = of._parameters["weight"]
-        of._parameters["weight"] = torch.nn.Parameter(before.data.clone(), requires_grad=False)
+        before = of.weight
+        of.weight = torch.nn.Parameter(before.data.clone(), requires_grad=False)
         of.weight.__dict__.update(before.__dict__)
 
     def module() -> None:
@@ -140,7 +126,7 @@ def moved_parameters_start_over(config: Any) -> None:
         move()
         for seed in (2 * number + 1, 2 * number + 2):
             before = wire.load.map
-            exact(wire, reference, weights_of("qwen2", seed))
+            wire.exact(reference, weights_of("qwen2", seed))
             assert wire.load.map == known and (wire.load.map is before) == (seed % 2 == 0), move
 
 
@@ -164,19 +150,15 @@ def a_model_that_keeps_tensors_loads_all_of_them(config: Any) -> None:
 def a_wrong_recording_is_found(config: Any) -> None:
     """Where marks lie is compared with where they were said to go, before anything is copied."""
     model, reference = models.build(config), models.build(config)
-    honest = introduce.record
-    swapped = {GATE: UP, UP: GATE}
-
-    def wrong(*args: Any) -> Any:
-        recording = honest(*args)
-        recording.writes = [replace(each, name=swapped.get(each.name, each.name)) for each in recording.writes]
-        return recording
-
+    honest, swapped = model.load_weights, {GATE: UP, UP: GATE}
+    model.load_weights = lambda weights: honest(
+        (swapped.get(name, name) if loaded.is_meta else name, loaded) for name, loaded in weights
+    )
     wire = Wire(model)
-    with mock.patch.object(introduce, "record", wrong):
-        for seed in (1, 2):
-            assert exact(wire, reference, weights_of("qwen2", seed)) == len(wire.plan.names) - 2
-    assert wire.left == wire.comparison.left_out == dict.fromkeys(swapped, introduce.ELSEWHERE)
+    for seed in (1, 2):
+        assert wire.exact(reference, weights_of("qwen2", seed)).replayed_tensors == len(wire.plan.names) - 2
+    elsewhere = "its load puts it elsewhere than was recorded"
+    assert wire.left == wire.comparison.left_out == dict.fromkeys(swapped, elsewhere)
 
 
 # Nothing is left out: with a recording of the load, where it cannot be recorded, and of what is loaded alone
@@ -232,7 +214,23 @@ def what_cannot_be_recorded_is_watched(config: Any) -> None:
         Wire(model).sync(with_one_more(1))
     wire = Wire(model)
     for seed in (1, 2, 3):
-        assert exact(wire, reference, weights_of("qwen2", seed)) == 0
+        assert wire.exact(reference, weights_of("qwen2", seed)).replayed_tensors == 0
+
+
+def a_rank_without_room_for_marks_fails_the_proof_of_all(config: Any) -> None:
+    weights = weights_of("qwen2", 1)
+
+    def crowded(parameter: torch.Tensor, loaded: torch.Tensor) -> None:
+        if dist.get_rank() == 1 and not (loaded.is_meta or torch.equal(loaded, dict(weights)[NORM])):
+            raise torch.OutOfMemoryError("injected")
+        parameter.data.copy_(loaded)
+
+    model = models.build(config)
+    model.model.norm.weight.weight_loader = crowded
+    with pytest.raises(SyncError) as caught:
+        Wire(model, verify="always").sync(weights)
+    said = "not every engine rank could find out what it holds (no device memory for a load of marks"
+    assert said in same_everywhere(str(caught.value))
 
 
 def leftovers_that_are_not_loaded_alone_are_an_error(config: Any) -> None:
@@ -251,7 +249,7 @@ def leftovers_that_are_not_loaded_alone_are_an_error(config: Any) -> None:
     model.load_weights = load
     wire = Wire(model, bucket_bytes=1 << 30)
     for seed in (1, 2):
-        exact(wire, reference, weights_of("qwen2", seed))
+        wire.exact(reference, weights_of("qwen2", seed))
     assert set(wire.left) >= {GATE, UP}
 
 
@@ -280,6 +278,7 @@ def test_what_loads_do_otherwise_is_found(tmp_path: Path) -> None:
         unknown_names_are_an_error,
         half_of_a_tensor_is_an_error,
         what_cannot_be_recorded_is_watched,
+        a_rank_without_room_for_marks_fails_the_proof_of_all,
         leftovers_that_are_not_loaded_alone_are_an_error,
     ):
         story(config)
@@ -311,9 +310,8 @@ def place(experts: list[int], config: Any) -> None:
 def holds(model: Any, experts: list[int], weights: models.Weights) -> None:
     """Every place holds its expert, whoever requests are sent to."""
     sent = dict(weights)
-    here = experts[5 * dist.get_rank() :][:5]
     for layer, block in enumerate(model.model.layers):
-        for slot, expert in enumerate(here):
+        for slot, expert in enumerate(experts[5 * dist.get_rank() :][:5]):
             of = f"model.layers.{layer}.mlp.experts.{expert}"
             fused = torch.cat([sent[f"{of}.gate_proj.weight"], sent[f"{of}.up_proj.weight"]])
             assert torch.equal(block.mlp.experts.w13_weight[slot], fused), (layer, slot)

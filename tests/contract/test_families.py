@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table in ``docs/families.md``: what a sync does for every family that transformers and SGLang build on a CPU.
-
-``make families`` writes the table again.
-"""
+"""The table in ``docs/families.md``: what a sync does for every family that transformers and SGLang build on a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +9,8 @@ import json
 import re
 import shutil
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +25,16 @@ from worlds import run_world
 
 from contract import fsdp_models, sglang_models
 from contract.families import FAMILIES, Family
+from contract.reading import State
 from contract.wire import engine_of
 from pages import DOCS, check, part
 from verl_sync_plugin.config.settings import SyncConfig
+from verl_sync_plugin.rollouts import rollout_of
 from verl_sync_plugin.rollouts.sglang import loader
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
-from verl_sync_plugin.rollouts.sglang.refusals import ALWAYS_TIED, refuse_checkpoint
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.trainers.base import WirePolicy
-from verl_sync_plugin.verify import DERIVED, Comparison
+from verl_sync_plugin.verify import DERIVED
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_processes")]
 TABLE = DOCS / "families.md"
@@ -53,27 +52,33 @@ SOME = (
     "gpt-oss",
     "Qwen2.5-VL, tied",
 )
+Named = Iterator[tuple[str, torch.Tensor]]
 Found = dict[int, dict[str, str]]  # by number of ranks, by family
 CPU = torch.device("cpu")
 BUCKET_BYTES = 20_000  # many tensors are torn
 POISON = (0x5A, 0xA5)  # unlike on purpose: what neither model loads must not pass for the same
 
 
-def publish(family: Family, folder: Path) -> None:
-    """Writes a random checkpoint as the model's authors would."""
+def model_of(family: Family) -> PreTrainedModel:
+    """transformers' model with random weights, as its authors have it before they quantize it."""
     config = AutoConfig.for_model(family.model_type, **family.config)
+    config.__dict__.pop("quantization_config", None)
     multimodal = type(config) in AutoModelForImageTextToText._model_mapping
     auto = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
-    quantization = config.__dict__.pop("quantization_config", None)
-    model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
-    save(model, family, folder)
+    model: PreTrainedModel = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    return model
+
+
+def publish(family: Family, folder: Path) -> None:
+    """Writes a random checkpoint as the model's authors would."""
+    save(model_of(family), family, folder)
     if family.hub is not None:
         pattern, replacement = family.hub
         _rewrite(folder, lambda name, tensor: (re.sub(pattern, replacement, name), tensor))
     written = json.loads((folder / "config.json").read_text())
     if family.architecture:
         written["architectures"] = [family.architecture]
-    if quantization:
+    if quantization := family.config.get("quantization_config"):
         written["quantization_config"] = quantization
     (folder / "config.json").write_text(json.dumps(written))
 
@@ -120,22 +125,20 @@ def poisoned(config: Any, family: Family, byte: int) -> Any:
     return model
 
 
-class Pair:
-    """A trainer's model, twice: sharded as verl does it, and whole, to save checkpoints from."""
+def pair(folder: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A trainer's model, twice: whole, to save checkpoints from, and sharded as verl does it."""
+    from verl.utils.fsdp_utils import apply_fsdp2
+    from verl.utils.model import get_hf_auto_model_class
 
-    def __init__(self, folder: Path) -> None:
-        from verl.utils.fsdp_utils import apply_fsdp2
-        from verl.utils.model import get_hf_auto_model_class
-
-        hf_config = AutoConfig.from_pretrained(folder)
-        auto = get_hf_auto_model_class(hf_config)
-        self.whole, self.sharded = (auto.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
-        apply_fsdp2(self.sharded, {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}, {})
+    auto = get_hf_auto_model_class(AutoConfig.from_pretrained(folder))
+    whole, sharded = (auto.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
+    apply_fsdp2(sharded, {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}, {})
+    return whole, sharded
 
 
-def load_saved(reference: Any, trained: PreTrainedModel, file: Path, change: Change) -> None:
+def load_saved(reference: Any, trained: PreTrainedModel, checkpoint: Named) -> None:
     """SGLang's own load of a checkpoint. A tied one has no head, which some classes hold all the same."""
-    reference.load_weights(change(load_file(file)))
+    reference.load_weights(checkpoint)
     own = dict(reference.named_parameters())
     if "lm_head.weight" in own and "lm_head.weight" in trained.all_tied_weights_keys:
         reference.load_weights(iter([("lm_head.weight", trained.get_input_embeddings().weight.detach())]))
@@ -156,31 +159,22 @@ def with_layers(config: Path, more: int, folder: Path) -> Path:
     return folder
 
 
-Change = Callable[[dict[str, torch.Tensor]], Iterator[tuple[str, torch.Tensor]]]
-
-
 def outcome(
     family: Family, folder: Path, more_layers: int = 0, arguments: dict[str, Any] | None = None,
-    change: Callable[[WirePolicy], Change] = lambda policy: lambda saved: iter(saved.items()),
+    change: Callable[[WirePolicy, State], Named] = lambda policy, saved: iter(saved.items()),
 ) -> str:  # fmt: skip
-    """One cell of the table. Collective.
-
-    Args:
-        family: the model.
-        folder: for checkpoints.
-        more_layers: of the engine than of the trainer.
-        arguments: more of SGLang's.
-        change: makes of a saved checkpoint what SGLang loads to be compared with, by what the trainer knows by then.
-    """
+    """One cell of the table. Collective. The engine has ``more_layers`` than the trainer, and is launched with more
+    ``arguments``; ``change`` makes of a saved checkpoint what SGLang loads to be compared with, by what the trainer
+    knows by then."""
     rank = dist.get_rank()
     if rank == 0:
         publish(family, folder / "published")
     dist.barrier()
     try:
-        refuse_checkpoint(str(folder / "published"))
+        rollout_of("sglang").refuse_checkpoint(str(folder / "published"))
     except ValueError as error:
         return "refused: " + str(error).partition(": ")[2].partition(". ")[0]
-    pair = Pair(folder / "published")
+    whole, sharded = pair(folder / "published")
     home = folder / "published"
     if more_layers:
         home = with_layers(home, more_layers, folder / "other-layers")
@@ -189,17 +183,17 @@ def outcome(
     settings = SyncConfig(timeout_seconds=20.0, verify="always", delivery="staged")
     endpoint = engine_of(engine, dist.get_world_size())
     manager_class = get_sharding_manager("fsdp2", "sglang")
-    manager = manager_class(fsdp_models.engine_of(pair.sharded), endpoint, settings, BUCKET_BYTES, CPU)
+    manager = manager_class(fsdp_models.engine_of(sharded), endpoint, settings, BUCKET_BYTES, CPU)
     try:
         for seed in (1, 2, 3):
-            train(pair.whole, pair.sharded, seed)
+            train(whole, sharded, seed)
             if rank == 0:
-                save(pair.whole, family, folder / f"step-{seed}")
+                save(whole, family, folder / f"step-{seed}")
             dist.barrier()
             asyncio.run(manager.update_weights([], seed))
             if not more_layers:
-                saved = folder / f"step-{seed}" / "model.safetensors"
-                load_saved(reference, pair.whole, saved, change(manager.trainer.policy))
+                saved = load_file(folder / f"step-{seed}" / "model.safetensors")
+                load_saved(reference, whole, change(manager.trainer.policy, saved))
             sglang_models.check_same(engine, reference, f"sync {seed}")
     finally:
         manager.sender.close()
@@ -207,56 +201,55 @@ def outcome(
         loader._sessions.clear()
     plan, comparison = manager.planned, manager.comparison
     assert plan is not None and comparison.map is not None
-    left = comparison.map.left
-    assert manager.report.replayed_tensors == len(plan.names) - len(left)
-    how = _how({str(each.tensor): each.why for each in left}, len(plan.names))
+    left, total = comparison.map.left, len(plan.names)
+    assert manager.report.replayed_tensors == total - len(left)
+    unlike = {name: why for name, why in comparison.left_out.items() if name != DERIVED}
     kept = [each.name for each, *_ in comparison.unwritten]
     known = SGLangModel(engine, rank)
-    why = {reason for name in plan.names if (reason := known.why_skipped(name))}
-    return "; ".join(
-        [
-            how,
-            *_not_compared(comparison, len(plan.names)),
-            *([f"{', '.join(kept)} left to the engine's host copy"] if kept else []),
-            *(f"some left alone: {reason}" for reason in sorted(why)),
-        ]
-    )
+    skipped = {reason for name in plan.names if (reason := known.why_skipped(name))}
+    said = [_how({str(each.tensor): each.why for each in left}, total)]
+    if unlike:
+        why = "; ".join(sorted(set(unlike.values())))
+        said.append(f"{len(unlike)} of {total} not compared in the engine: {why}")
+    if kept:
+        said.append(f"{', '.join(kept)} left to the engine's host copy")
+    return "; ".join([*said, *(f"some left alone: {reason}" for reason in sorted(skipped))])
 
 
-def _how(refused: dict[str, str], total: int) -> str:
+def _how(left: dict[str, str], total: int) -> str:
     by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, refused)
-    most = max(by_rank, key=len)
-    if not most:
+    dist.all_gather_object(by_rank, left)
+    if not (most := max(map(len, by_rank))):
         return "exact, replayed"
     why = "; ".join(sorted({reason.partition(":")[0] for reasons in by_rank for reason in reasons.values()}))
-    return f"exact, {len(most)} of {total} tensors by the model's own path: {why}"
+    return f"exact, {most} of {total} tensors by the model's own path: {why}"
 
 
-def _not_compared(comparison: Comparison, total: int) -> list[str]:
-    """Says how many parameters are not compared with what was sent, and why."""
-    found = {name: why for name, why in comparison.left_out.items() if name != DERIVED}
-    why = "; ".join(sorted(set(found.values())))
-    return [f"{len(found)} of {total} not compared in the engine: {why}"] if found else []
+def in_turn(folder: Path, cells: Mapping[str, Callable[[Path], str]]) -> dict[str, str]:
+    """Returns the outcome of each cell, which is an error's text where it raised one."""
+    found: dict[str, str] = {}
+    for called, cell in cells.items():
+        place = folder / str(len(found))
+        try:
+            found[called] = cell(place)
+        except Exception as error:
+            traceback.print_exc()
+            found[called] = f"{type(error).__name__}: {error}"
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(place, ignore_errors=True)
+    return found
 
 
 def outcomes(folder: Path, names: tuple[str, ...], kinds: tuple[str, ...] = ("",)) -> dict[str, str]:
     """Some families in turn, one trainer rank next to one tensor-parallel rank; of some kinds: tied or untied, and with
     one layer more or less in the engine."""
-    found: dict[str, str] = {}
+    cells: dict[str, Callable[[Path], str]] = {}
     for name, kind in itertools.product(names, kinds):
-        family, called = FAMILIES[name], f"{name}, {kind}" if kind else name
-        built, more = (family.tied(kind == "tied"), 0) if kind.endswith("tied") else (family, int(kind or 0))
-        place = folder / str(len(found))
-        try:
-            found[called] = outcome(built, place, more)
-        except Exception as error:
-            traceback.print_exc()
-            found[called] = f"{'' if kind else 'FAILED: '}{type(error).__name__}: {error}"
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(place, ignore_errors=True)
-    return found
+        family, more = FAMILIES[name], 0 if kind.endswith("tied") else int(kind or 0)
+        built = family.tied(kind == "tied") if kind.endswith("tied") else family
+        cells[f"{name}, {kind}" if kind else name] = partial(outcome, built, more_layers=more)
+    return in_turn(folder, cells)
 
 
 def found_by(worlds: tuple[int, ...], names: tuple[str, ...], folder: Path, finds: Any = outcomes) -> Found:
@@ -268,17 +261,16 @@ def found_by(worlds: tuple[int, ...], names: tuple[str, ...], folder: Path, find
     return by_world
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return found_by(WORLDS, tuple(FAMILIES), tmp_path_factory.mktemp("families"))
+def written(page: Path) -> Found:
+    """Returns what the table of a page says."""
+    rows = [line.strip("| ").split(" | ") for line in part(page.read_text(), "families").splitlines()[2:]]
+    one = {name: alone for names, alone, _ in rows for name in names.split("; ")}
+    two = {name: one[name] if both == "the same" else both for names, _, both in rows for name in names.split("; ")}
+    return {1: one, 2: two}
 
 
 def test_some_families_are_what_the_table_says(tmp_path: Path) -> None:
-    found = found_by((2,), SOME, tmp_path)[2]
-    lines = part(TABLE.read_text(), "families").splitlines()[2:]
-    rows = [line.strip("| ").split(" | ") for line in lines]
-    written = {name: one if two == "the same" else two for names, one, two in rows for name in names.split("; ")}
-    assert found == {name: written[name] for name in SOME}
+    assert found_by((2,), SOME, tmp_path)[2] == {name: written(TABLE)[2][name] for name in SOME}
 
 
 def of_kinds(names: tuple[str, ...], kinds: tuple[str, ...], folder: Path) -> dict[str, str]:
@@ -301,6 +293,14 @@ OWN_HEAD = {
 }  # fmt: skip
 
 
+def is_always_tied(architectures: list[str]) -> bool:
+    try:
+        rollout_of("sglang").refuse_untied(architectures, "the adapter's lm_head")
+    except ValueError:
+        return True
+    return False
+
+
 @some_or_all("Cohere", "Cohere 2", "GPT-2")
 def test_tied_or_not_the_engine_has_the_trainers_head_or_it_is_named(names: tuple[str, ...], tmp_path: Path) -> None:
     kinds = of_kinds(names, ("tied", "untied"), tmp_path)
@@ -311,7 +311,7 @@ def test_tied_or_not_the_engine_has_the_trainers_head_or_it_is_named(names: tupl
     exact = {name for name, what in kinds.items() if what.startswith("exact")}
     assert {name.removesuffix(", tied") for name in exact} >= OWN_HEAD & {*names}
     for name in (*NO_HEAD, "Llama, tied", "Qwen2"):
-        always = sglang_models.built(FAMILIES[name]).config.architectures[0] in ALWAYS_TIED
+        always = is_always_tied(sglang_models.built(FAMILIES[name]).config.architectures)
         # transformers itself does not untie GPT-2
         assert always == (name in NO_HEAD) == (name == "GPT-2" or f"{name}, untied" not in exact), name
 
@@ -329,24 +329,6 @@ def test_other_numbers_of_layers_are_named(names: tuple[str, ...], tmp_path: Pat
     assert not wrong, wrong
 
 
-def test_a_family_of_which_the_model_loads_some_weights_itself_on_four_ranks(tmp_path: Path) -> None:
-    """SGLang loads DeepSeek's CPU tensors in threads of its own, which no dispatch mode of ours would see."""
-    what = found_by((4,), ("DeepSeek-V3",), tmp_path)[4]["DeepSeek-V3"]
-    assert what.startswith("exact, "), what
-
-
-@pytest.mark.extended
-def test_every_family_is_exact_or_refused_by_name(found: Found) -> None:
-    """Never wrong, never an error from inside."""
-    odd = {
-        (name, world): what
-        for world, by_name in found.items()
-        for name, what in by_name.items()
-        if not re.match(r"exact, |refused: \w+(For\w+)? .*cannot be synced to SGLang: ", what)
-    }
-    assert not odd
-
-
 def table(found: Found) -> str:
     """A row for every outcome, those of few families first."""
     alike: dict[tuple[str, str], list[str]] = {}
@@ -360,5 +342,10 @@ def table(found: Found) -> str:
 
 
 @pytest.mark.extended
-def test_the_table_says_what_was_found(found: Found) -> None:
+def test_every_family_is_exact_or_refused_by_name_as_the_table_says(tmp_path: Path) -> None:
+    """Never wrong, never an error from inside."""
+    found = found_by(WORLDS, tuple(FAMILIES), tmp_path)
     check(TABLE, "families", table(found))
+    fine = re.compile(r"exact, |refused: \w+(For\w+)? .*cannot be synced to SGLang: ")
+    odd = {(name, world): what for world in WORLDS for name, what in found[world].items() if not fine.match(what)}
+    assert not odd

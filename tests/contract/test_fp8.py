@@ -5,42 +5,26 @@ quantized by verl's formula. Blocks are small, for the models are tiny."""
 from __future__ import annotations
 
 import json
-import re
-import shutil
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from worlds import on_ranks
 
-from contract import fp8
 from contract.families import FAMILIES
-from contract.fp8 import check_quantized, projections
-from contract.fsdp_models import (
-    KEEP,
-    LAYOUTS,
-    Layout,
-    build,
-    change,
-    fsdp1,
-    manager_of,
-    merging_source,
-    open_source,
-    peft_model,
-    shard,
-)
-from contract.reading import LARGE, WAYS, Reader, State, sync
+from contract.fsdp_models import KEEP, LAYOUTS, Layout, build, change, fsdp1, manager_of, peft_model, shard
+from contract.reading import LARGE, WAYS, State, check_quantized, in_fp8, projections, sync
 from contract.sglang_models import build as build_engine
 from contract.sglang_models import start, weights_of
-from contract.sources import StandIn, same_everywhere
-from contract.test_families import found_by, outcome, table
+from contract.sources import StandIn, Wanted, same_everywhere
+from contract.test_families import Named, found_by, in_turn, outcome, table, written
 from contract.test_lora_syncs import LINEAR, WEIGHT, out_of_memory
 from contract.wire import Wire
 from pages import DOCS, check
@@ -63,33 +47,32 @@ SOME = ("Qwen2", "Qwen3-MoE", "Mixtral", "Qwen2-MoE", "DeepSeek-V3", "Gemma", "L
 def test_a_broken_weight_is_named_and_a_rank_that_fails_leaves_nobody_alone() -> None:
     """Rank 1 has a NaN, or cannot read a weight; then it can, and all is as without a failure."""
     module, second = shard(build("qwen2"), Layout((2,))), dist.get_rank() == 1
-    plain = open_source(module)
-    expected = Reader(plain).sync(LARGE)
-    blocks = projections(expected, (SIZE, SIZE))
     manager: Any = manager_of(module, StandIn(), delivery="staged")
+    expected = sync(manager.open_source(), LARGE)
+    blocks = projections(expected, (SIZE, SIZE))
     manager.trainer.policy.blocks.update(blocks)
     first = dict(module.named_parameters())[WEIGHT].to_local()[0, :1]  # type: ignore[attr-defined]
     held = first.detach().clone()
     with torch.no_grad():
         first.copy_(torch.nan if second else held)
-    sync, way = manager.plan()
-    way.fill(sync)
+    begun, way = manager.plan()
+    way.fill(begun)
     said = pytest.raises(ValueError, match=f"parameter '{WEIGHT}' holds NaN or Inf in the trainer")
     with suppress(ValueError) if second else said:  # rank 0 has the scale
-        way.check_finite(sync)
+        way.check_finite(begun)
     with torch.no_grad():
         first.copy_(held)
-    sync, way = manager.plan()
+    begun, way = manager.plan()
     if second:
-        shards = sync.source._found
+        shards = begun.source._found
         place = next(at for at, each in enumerate(shards) if each.base.views[0].name == WEIGHT)
         shards[place] = replace(shards[place], local=out_of_memory)
     with pytest.raises(SyncError) as caught:
-        way.fill(sync)
+        way.fill(begun)
     text = same_everywhere(str(caught.value))
     assert "rank 1: torch.OutOfMemoryError: injected" in text and text.count("rank ") == 1, text
     manager.sender.close()
-    check_quantized(plain, expected, blocks, LARGE, False)
+    check_quantized(manager, expected, blocks, LARGE, False)
 
 
 @pytest.mark.parametrize(
@@ -102,10 +85,10 @@ def test_shards_are_quantized_as_the_whole_tensor_is(layout: Layout, model: str)
     """Rows of 60 and 85 elements, and shards that end anywhere in a block; of experts in one tensor each by itself."""
     module = shard(build(model), layout)
     for bucket_bytes, sharded in WAYS:
-        plain = open_source(module, *KEEP)
-        expected = sync(plain, bucket_bytes)
-        blocks = projections(expected, (SIZE, 8))
-        check_quantized(plain, expected, blocks, bucket_bytes, sharded)
+        manager = manager_of(module, StandIn())
+        manager.trainer.policy.kept = Wanted(*KEEP)
+        expected = sync(manager.open_source(), bucket_bytes)
+        check_quantized(manager, expected, projections(expected, (SIZE, 8)), bucket_bytes, sharded)
         change(module)
 
 
@@ -113,9 +96,11 @@ def test_shards_are_quantized_as_the_whole_tensor_is(layout: Layout, model: str)
 def test_merged_adapters_are_quantized_after_the_merge() -> None:
     module = shard(peft_model(LINEAR), Layout((2,)))
     for bucket_bytes, sharded in WAYS:
-        expected = sync(merging_source(module), bucket_bytes)
-        source = merging_source(module)
-        check_quantized(source, expected, projections(expected, (SIZE, SIZE)), bucket_bytes, sharded)
+        manager = manager_of(module, StandIn())
+        source = manager.open_source()
+        expected = sync(source, bucket_bytes)
+        with mock.patch.object(type(source), "_gather_bytes", 40_000):  # factors of a few buckets
+            check_quantized(manager, expected, projections(expected, (SIZE, SIZE)), bucket_bytes, sharded)
 
 
 def load_as_on_a_gpu() -> None:
@@ -135,7 +120,7 @@ def whole_blocks(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, **sizes, **inner}
 
 
-def in_fp8(policy: WirePolicy, saved: State) -> Iterator[tuple[str, torch.Tensor]]:
+def as_published(policy: WirePolicy, saved: State) -> Named:
     """A saved checkpoint as one in fp8 is published: experts by themselves."""
     for name, stacked in [(name, each) for name, each in saved.items() if ".experts." in name and each.dim() == 3]:
         projections = ("down_proj",) if name.endswith("down_proj") else ("gate_proj", "up_proj")
@@ -143,36 +128,28 @@ def in_fp8(policy: WirePolicy, saved: State) -> Iterator[tuple[str, torch.Tensor
         for number in range(len(stacked)):
             for projection, part in zip(projections, parts, strict=True):
                 saved[f"{prefix}.{number}.{projection}.weight"] = part[number].T.contiguous()
-    return fp8.checkpoint(saved, policy.blocks)
+    return in_fp8(saved, policy.blocks)
+
+
+# By words of an outcome: what the table says in its place, without the numbers, which are the test's
+SAID = {
+    "cannot be synced": "as without fp8",
+    "drops the scales of": "its load drops the scales",
+    "engine parameters unwritten": "its load does not write the scales of all experts",
+    "could not load the weights": "its load cannot take fp8",
+    "not divisible by weight quantization block": "its tiny layers are no whole blocks",
+}
 
 
 def outcomes(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
     load_as_on_a_gpu()
-    found: dict[str, str] = {}
-    for number, name in enumerate(names):
-        family, place = replace(FAMILIES[name], config=whole_blocks(FAMILIES[name].config)), folder / str(number)
-        try:
-            found[name] = outcome(family, place, 0, ARGUMENTS, lambda policy: partial(in_fp8, policy))
-            found[name] = re.sub(r"refused: .*cannot be synced.*", "refused: as without fp8", found[name])
-        except Exception as error:
-            found[name] = _said(str(error))
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(place, ignore_errors=True)
-    return found
-
-
-def _said(error: str) -> str:
-    """A failure without its numbers, which are the test's."""
-    for words, said in (
-        ("drops the scales of", "its load drops the scales"),
-        ("engine parameters unwritten", "its load does not write the scales of all experts"),
-        ("could not load the weights", "its load cannot take fp8"),
-        ("not divisible by weight quantization block", "its tiny layers are no whole blocks"),
-    ):
-        if words in error:
-            return f"refused: {said}"
-    return error
+    families = {name: replace(FAMILIES[name], config=whole_blocks(FAMILIES[name].config)) for name in names}
+    cell = partial(outcome, arguments=ARGUMENTS, change=as_published)
+    found = in_turn(folder, {name: partial(cell, family) for name, family in families.items()})
+    return {
+        name: next((f"refused: {said}" for words, said in SAID.items() if words in what), what)
+        for name, what in found.items()
+    }
 
 
 @pytest.mark.slow
@@ -180,9 +157,7 @@ def _said(error: str) -> str:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engine_in_fp8_holds_what_its_own_load_makes_of_the_checkpoint(ranks: int, tmp_path: Path) -> None:
     found = found_by((ranks,), SOME, tmp_path, outcomes)[ranks]
-    assert found.pop("Llama") == "refused: its load drops the scales", found
-    assert found.pop("Gemma").startswith("exact, 5 of 34 tensors by the model's own path"), found
-    assert set(found.values()) == {"exact, replayed"}, found
+    assert found == {name: written(TABLE)[ranks][name] for name in SOME}
 
 
 @pytest.mark.extended
@@ -204,7 +179,7 @@ def test_a_bit_that_flips_in_a_weight_or_a_scale_is_found(tmp_path: Path) -> Non
         Wire(model).sync(list(whole.items()))
     blocks = projections(whole, (SIZE, SIZE))
     wire = Wire(model, verify="always")
-    wire.sync(list(fp8.checkpoint(whole, blocks)))
+    wire.sync(list(in_fp8(whole, blocks)))
     names = [name for name, each in model.named_parameters() if each.dtype.itemsize == 1 or "scale" in name]
     assert len(names) == 16, names
     for seed, name in enumerate(names):
@@ -213,7 +188,7 @@ def test_a_bit_that_flips_in_a_weight_or_a_scale_is_found(tmp_path: Path) -> Non
         def flip(parameter: torch.Tensor = parameter) -> None:
             parameter.data.view(torch.uint8).view(-1)[-1] ^= 1
 
-        sent = list(fp8.checkpoint(dict(weights_of("qwen3-moe", seed)), blocks))
+        sent = list(in_fp8(dict(weights_of("qwen3-moe", seed)), blocks))
         with pytest.raises(SyncError, match="the engine's parameters do not hold what was sent of "):
             wire.sync(sent, flip)
         wire.sync(sent)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP and FSDP2 sources: what arrives at the engine is, bit for bit, what the model's own state dict holds.
-
-Real models, real sharding, real gloo: source -> plan -> pack -> gather -> a second mapping of the slots -> assembler.
-"""
+"""FSDP and FSDP2 sources: what arrives at the engine is, bit for bit, what the model's own state dict holds."""
 
 from __future__ import annotations
 
@@ -18,22 +15,12 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from verl.workers.engine.fsdp.transformer_impl import unfuse_moe_params
 from worlds import on_ranks
 
-from contract.fsdp_models import (
-    CONFIGS,
-    KEEP,
-    LAYOUTS,
-    Layout,
-    build,
-    fsdp1,
-    open_source,
-    shard,
-    torchs_own_state,
-    train_step,
-)
+from contract import fsdp_models
+from contract.fsdp_models import CONFIGS, KEEP, LAYOUTS, Layout, build, fsdp1, open_source, shard, torchs_own_state
 from contract.reading import LARGE, TINY, State, check_same, check_syncs, sync
-from verl_sync_plugin.trainers.naming import verl_rewrite
 
 
 def unit_of(name: str) -> str:
@@ -54,7 +41,7 @@ def on_the_wire(state: State, parameters: set[str], layout: Layout, model_type: 
         kept = {name for name in parameters if unit_of(name) in units}
     assert kept and parameters - kept, "the case must have both kinds"
     wire = {name: t.bfloat16() if name in parameters - kept else t for name, t in state.items()}
-    found = dict(verl_rewrite(model_type)(wire.items()))
+    found = dict(unfuse_moe_params(wire.items(), model_type))
     head = found.pop("lm_head.weight")
     # A tied head travels as the embedding alone, as in a checkpoint
     return found if torch.equal(head, found["model.embed_tokens.weight"]) else {**found, "lm_head.weight": head}
@@ -79,7 +66,7 @@ def test_every_tensor_arrives_bit_for_bit(layout: Layout, model_name: str) -> No
     optimizer, steps = torch.optim.AdamW(module.parameters(), lr=0.05, weight_decay=0.5), itertools.count()
 
     def train() -> None:
-        train_step(module, optimizer, next(steps))
+        fsdp_models.train_step(module, optimizer, next(steps))
         trained = torchs_own_state(module)
         unchanged = [name for name, tensor in trained.items() if torch.equal(tensor, state[name])]
         assert unchanged == [], "training must have changed everything"

@@ -1,32 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA merged while streaming equals PEFT's own fp32 merge, of the adapter in use, and the trainer's base and adapters
-are never written; where it starts."""
+are never written; where it starts; what is refused."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import ModulesToSaveWrapper
 from transformers import AutoModelForCausalLM
+from verl.workers.engine.fsdp.transformer_impl import unfuse_moe_params
 from worlds import on_ranks, run_world
 
 from bare_engine import trainer
+from contract import fsdp_models
 from contract.fsdp_models import Layout, Variant, change, fsdp1, merging_source, peft_model, shard, torchs_own_state
-from contract.reading import State, check_syncs, sync
-from verl_sync_plugin.lora.peft import Adapters, is_adapter
-from verl_sync_plugin.trainers.naming import verl_rewrite
+from contract.reading import LARGE, Reader, State, check_syncs, sync
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 # Two adapters, each of which may have a head of its own
 SAVED_HEAD = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
 SECOND = {"target_modules": ["q_proj", "v_proj"]}
 SECOND_HEAD = {**SECOND, "modules_to_save": ["lm_head"]}
+DORA_ENDS = {"target_modules": ["embed_tokens", "o_proj"], "use_dora": True}
+BOTH_ENDS = {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True}
 
 VARIANTS = [
     Variant("all-linear", config={"target_modules": "all-linear"}),
@@ -34,22 +41,18 @@ VARIANTS = [
     Variant("rslora", "qwen3", {"target_modules": ALL, "use_rslora": True}),
     Variant("patterns", config={"target_modules": ALL, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 32}}),
     Variant("embedding-and-head", config={"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
-    Variant("modules-to-save", config={"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    Variant("modules-to-save", config=SAVED_HEAD),
     Variant("excluded", config={"target_modules": "all-linear", "exclude_modules": ["up_proj"]}),
     Variant("dora", config={"target_modules": "all-linear", "use_dora": True}),
-    Variant("dora-embedding", "llama", {"target_modules": ["embed_tokens", "o_proj"], "use_dora": True}),
+    Variant("dora-embedding", "llama", DORA_ENDS),
     Variant("lora-bias", config={"target_modules": ["q_proj", "v_proj"], "lora_bias": True}),
     Variant("trained-bias", config={"target_modules": ["q_proj"], "bias": "lora_only"}),
-    Variant(
-        "experts",
-        "qwen3_moe",
-        {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
-    ),
+    Variant("experts", "qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
     Variant("router", "qwen3_moe", {"target_modules": [], "target_parameters": ["mlp.gate.weight"]}),
     Variant("tied-embedding", "qwen2_tied", {"target_modules": ["embed_tokens", "q_proj"]}),
     Variant("tied-head", "qwen2_tied", {"target_modules": ["lm_head"]}),
     Variant("tied-both", "qwen2_tied", {"target_modules": ["embed_tokens", "lm_head"]}),
-    Variant("tied-saved-head", "qwen2_tied", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    Variant("tied-saved-head", "qwen2_tied", SAVED_HEAD),
     Variant("first-of-two", "qwen2", SAVED_HEAD, SECOND_HEAD),
     Variant("second-of-two", "qwen2", SAVED_HEAD, SECOND_HEAD, "second"),
     Variant("first-of-two-with-one-head", "qwen2", SAVED_HEAD, SECOND),
@@ -60,21 +63,10 @@ MIXED = {
     "embedding-and-head", "modules-to-save", "dora-embedding", "trained-bias",
     "tied-embedding", "tied-head", "tied-both", "tied-saved-head",
 }  # fmt: skip
-BOTH_ENDS = {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True}
-
-
-def special() -> Iterator[tuple[Layout, Variant]]:
-    """Yields variants under the only layouts that they show something under."""
-    for name in ("all-linear", "dora-embedding"):  # shards are in host memory for good, moved and merged in pieces
-        yield Layout((2,), offloaded=True), next(variant for variant in VARIANTS if variant.name == name)
-    yield Layout((2,), units=True), Variant("units", config={"target_modules": ["q_proj", "down_proj", "embed_tokens"]})
-    # PEFT makes the head's factors transposed views of the embedding's; in FSDP1 each is a parameter of its own
-    for world in (1, 2):
-        yield fsdp1(world, True), Variant("transposed-factors", "qwen2_tied", BOTH_ENDS)
 
 
 def peft_merge(reference: PeftModel, state: State, merge: bool = True) -> State:
-    """PEFT's own merge of the gathered weights, fp32, cast once. Tied weights are merged apart, not one twice."""
+    """PEFT's own merge of the gathered weights, fp32, cast once. Tied weights are merged separately, not one twice."""
     model = copy.deepcopy(reference)
     model.load_state_dict(state)
     head = model.get_output_embeddings()
@@ -84,7 +76,7 @@ def peft_merge(reference: PeftModel, state: State, merge: bool = True) -> State:
     merged = model.merge_and_unload() if merge else model.unload()
     parameters = {name for name, _ in merged.named_parameters()}
     cast = {name: t.bfloat16() if name in parameters else t for name, t in merged.state_dict().items()}
-    return dict(verl_rewrite(model.config.model_type)(cast.items()))
+    return dict(unfuse_moe_params(cast.items(), model.config.model_type))
 
 
 def within_one_ulp(got: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -101,19 +93,13 @@ def check_merged(got: State, expected: State) -> None:
         assert got[name].shape == tensor.shape and near(got[name], tensor), (name, (got[name] - tensor).abs().max())
 
 
-def replicated() -> Iterator[Any]:
-    """Yields every variant replicated; ``make test`` runs some."""
-    for variant in VARIANTS:
-        marks = () if variant.name in ("dora", "experts", "tied-both") else pytest.mark.extended
-        yield pytest.param(Layout((2, 2)), variant, id=f"fsdp2-2x2-{variant.name}", marks=marks)
-
-
 def cases() -> Iterator[Any]:
-    """Every variant under every kind of sharding that takes it; ``make test`` runs FSDP2 and one kind of FSDP1 of each.
-
-    Not every product: neighbours in the list take turns, one is cut by three under FSDP2, the next under FSDP1.
-    """
+    """Every variant under every kind of sharding that takes it; ``make test`` runs FSDP2 and one kind of FSDP1 of each,
+    and some replicated. Not every product: neighbours in the list take turns, one is cut by three under FSDP2, the next
+    under FSDP1."""
     for number, variant in enumerate(VARIANTS):
+        some = variant.name in ("dora", "experts", "tied-both")
+        yield pytest.param(Layout((2, 2)), variant, marks=() if some else pytest.mark.extended)
         few, odd = (1 + number // 2 % 2,), number % 2
         yield Layout(few if odd else (3,)), variant
         both = [fsdp1(3 if odd else 2, True), fsdp1(2 if odd else 3)]
@@ -122,12 +108,17 @@ def cases() -> Iterator[Any]:
         elif odd:
             both.reverse()
         for layout, marks in zip(both, ((), pytest.mark.extended), strict=False):
-            yield pytest.param(layout, variant, id=f"{layout}-{variant.name}", marks=marks)
+            yield pytest.param(layout, variant, marks=marks)
+    # These show something under a single layout: shards are in host memory for good, moved and merged in pieces
+    for variant in (VARIANTS[0], Variant("dora-embedding", "llama", DORA_ENDS)):
+        yield Layout((2,), offloaded=True), variant
+    yield Layout((2,), units=True), Variant("units", config={"target_modules": ["q_proj", "down_proj", "embed_tokens"]})
+    # PEFT makes the head's factors transposed views of the embedding's; in FSDP1 each is a parameter of its own
+    for world in (1, 2):
+        yield fsdp1(world, True), Variant("transposed-factors", "qwen2_tied", BOTH_ENDS)
 
 
-@pytest.mark.parametrize(
-    ("layout", "variant"), [*replicated(), *cases(), *special()], ids=lambda value: getattr(value, "name", str(value))
-)
+@pytest.mark.parametrize(("layout", "variant"), [*cases()], ids=lambda value: getattr(value, "name", str(value)))
 @on_ranks("layout")
 def test_merge_equals_pefts(layout: Layout, variant: Variant) -> None:
     reference: Any = peft_model(variant)
@@ -147,7 +138,7 @@ def test_merge_equals_pefts(layout: Layout, variant: Variant) -> None:
         assert not torch.equal(got["lm_head.weight"], got["model.embed_tokens.weight"]), "they have become two weights"
     if layout.units:
         assert {type(each).__name__ for each in module.modules()} >= {"FSDPLinear", "FSDPEmbedding"}
-        assert {weight.kind for weight in Adapters(module).weights} == {"linear", "embedding"}
+        assert {weight.kind for weight in source._weights.values()} == {"linear", "embedding"}
 
 
 @on_ranks(2)
@@ -176,7 +167,7 @@ def test_a_loaded_adapter_brings_its_own_settings(qwen2: str, tmp_path: Path) ->
     saved.save_pretrained(str(tmp_path))
     engine: Any = trainer.build(qwen2, "fsdp2", model={"lora_adapter_path": str(tmp_path), "lora_rank": 4})
     reference = PeftModel.from_pretrained(base_of(qwen2), str(tmp_path))
-    loaded = {name for name in reference.state_dict() if is_adapter(name) or "modules_to_save" in name}
+    loaded = {name for name in reference.state_dict() if "lora_" in name or "modules_to_save" in name}
     assert len(loaded) == 2 * 2 * 3 + 1
     expected = peft_merge(reference, reference.state_dict())
     got = sync(merging_source(engine.module))
@@ -191,7 +182,6 @@ def base_of(checkpoint: str) -> Any:
 
 # Adapters that PEFT computes from the weights start alike on any number of ranks, in verl's own engines
 
-Built = list[dict[str, torch.Tensor]]
 PEFT: list[dict[str, Any]] = [
     {"init_lora_weights": "pissa"},
     {"init_lora_weights": "olora"},
@@ -202,16 +192,16 @@ PEFT: list[dict[str, Any]] = [
 TARGETS = ["q_proj", "down_proj"]
 
 
-def built(checkpoint: str, adapter: str, strategy: str) -> tuple[Built, list[list[tuple[str, bool]]]]:
+def built(checkpoint: str, adapter: str, strategy: str) -> list[tuple[State, list[tuple[str, bool]]]]:
     """The whole state of each model, and what of it is trained."""
     settings = {"use_orig_params": True} if strategy == "fsdp" else {}
     models = [{"lora_alpha": 8, "target_modules": TARGETS, "lora": {"peft": peft, "merge": True}} for peft in PEFT]
-    states, trained = [], []
+    found = []
     for model in (*models, {"lora_adapter_path": adapter}):
         engine: Any = trainer.build(checkpoint, strategy, model={"lora_rank": 4, **model}, **settings)
-        states.append(trainer.full_state(engine))
-        trained.append([(name, each.requires_grad) for name, each in engine.module.named_parameters()])
-    return states, trained
+        trained = [(name, each.requires_grad) for name, each in engine.module.named_parameters()]
+        found.append((trainer.full_state(engine), trained))
+    return found
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
@@ -220,9 +210,147 @@ def test_two_ranks_start_as_one(strategy: str, qwen2: str, tmp_path: Path) -> No
     adapter = str(tmp_path)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, init_lora_weights="pissa", task_type="CAUSAL_LM")
     get_peft_model(base_of(qwen2), config).save_pretrained(adapter)
-    ((expected, trained),) = run_world(1, built, qwen2, adapter, strategy)
-    for got, trained_too in run_world(2, built, qwen2, adapter, strategy):
-        assert trained_too == trained
-        for settings, alone, together in zip([*PEFT, adapter], expected, got, strict=True):
-            assert alone.keys() == together.keys(), settings
+    (expected,) = run_world(1, built, qwen2, adapter, strategy)
+    for got in run_world(2, built, qwen2, adapter, strategy):
+        for settings, (alone, trained), (together, trained_too) in zip([*PEFT, adapter], expected, got, strict=True):
+            assert trained_too == trained and alone.keys() == together.keys(), settings
             assert [name for name in alone if not torch.equal(alone[name], together[name])] == [], settings
+
+
+# What cannot be merged, and all of PEFT that is no LoRA layer, is refused by module and type before anything is sent
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "IA3": {"target_modules": TARGETS, "feedforward_modules": ["down_proj"]},
+    "LN_TUNING": {"target_modules": ["input_layernorm"]},
+    "LOHA": {"target_modules": TARGETS},
+    "PROMPT_TUNING": {"num_virtual_tokens": 3},
+    "TRAINABLE_TOKENS": {"target_modules": ["embed_tokens"], "token_indices": [1]},
+    "VERA": {"target_modules": ["q_proj"]},
+}
+PLAIN = Variant("plain", config={"target_modules": ["q_proj"]})
+TWO = Variant("two", config=SAVED_HEAD, second={**SAVED_HEAD, "target_modules": ["q_proj", "v_proj"]})
+
+
+def refusal(model: torch.nn.Module) -> str:
+    with pytest.raises(ValueError) as caught:
+        merging_source(model)
+    text = str(caught.value)
+    assert "custom.sync.enabled=False" in text or "Activate one of them (set_adapter)" in text, "names no remedy"
+    return text
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_an_adapter_of_another_type_is_refused_by_name(kind: str) -> None:
+    """Or its first module, where no config tells: layers were put in by hand, or a config was taken away."""
+    config = PEFT_TYPE_TO_CONFIG_MAPPING[kind](**SETTINGS[kind], task_type="CAUSAL_LM")
+    model = get_peft_model(fsdp_models.build("llama"), config)
+    assert f"peft_type={kind}" in refusal(model)
+    for module in model.modules():
+        for attribute in ("peft_config", "_peft_config"):
+            vars(module).pop(attribute, None)
+    text = refusal(model)
+    named = [name for name, _ in model.named_modules() if f"{name!r}" in text]
+    assert named, text
+    of_peft = type(model.get_submodule(named[0]))
+    assert of_peft.__module__.startswith("peft.") and f"is a {of_peft.__name__}" in text
+
+
+def lora(model: str = "qwen2", **config: Any) -> Any:
+    return peft_model(Variant("lora", model, {**PLAIN.config, **config}))
+
+
+def of_two(change: Callable[[Any], object], variant: Variant = TWO) -> Any:
+    model = peft_model(variant)
+    change(model)
+    return model
+
+
+def with_another_type() -> Any:
+    mixed = peft.PeftMixedModel(fsdp_models.build("qwen2"), LoraConfig(target_modules=["q_proj"]))
+    mixed.add_adapter("other", peft.LoHaConfig(target_modules=["v_proj"]))
+    mixed.set_adapter(["default", "other"])
+    return mixed
+
+
+def over_another_type() -> Any:
+    base = peft.inject_adapter_in_model(
+        peft.IA3Config(target_modules=["v_proj"], feedforward_modules=[]), fsdp_models.build("qwen2")
+    )
+    del base.peft_config
+    return get_peft_model(base, LoraConfig(target_modules=["q_proj"]))
+
+
+MODULE, BOTH = r"LoRA module 'base_model.*", ["default", "second"]
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (lambda: lora("llama", lora_bias=True), f"{MODULE} none in its base layer"),
+        (lambda: lora(alora_invocation_tokens=[1]), f"{MODULE}ALoraLinearVariant"),
+        (lambda: lora(trainable_token_indices=[1]), r"adapter 'default' has trainable_token_indices=\[1\]"),
+        (
+            lambda: of_two(lambda model: model.base_model.set_adapter(BOTH), replace(PLAIN, second=PLAIN.config)),
+            "several active adapters",
+        ),
+        (lambda: of_two(lambda model: model.base_model.disable_adapter_layers()), r"q_proj' is switched off"),
+        (
+            lambda: of_two(lambda model: setattr(model.get_output_embeddings(), "_active_adapter", BOTH)),
+            "lm_head', one of modules_to_save, has several active adapters",
+        ),
+        (with_another_type, "LOHA"),
+        (over_another_type, r"layers\.0\.self_attn\.v_proj' is a Linear of PEFT .*ia3"),
+    ],
+    ids=["bias", "alora", "tokens", "both", "off", "heads", "with", "over"],
+)
+def test_what_cannot_be_merged_is_refused_by_name(made: Callable[[], Any], text: str) -> None:
+    assert re.search(text, refusal(made()))
+
+
+# What only the sharded model shows
+
+
+def error_of(source: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        source.shards()
+    return str(caught.value)
+
+
+@on_ranks(2)
+def test_a_factor_of_unknown_use_is_refused_by_name() -> None:
+    model: Any = peft_model(PLAIN)
+    factor = model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj.lora_A.default")
+    factor.register_parameter("gain", torch.nn.Parameter(torch.ones(3)))
+    text = error_of(merging_source(shard(model, Layout((2,)))))
+    assert "does not know the use of LoRA parameters: base_model.model.model.layers.1." in text
+    assert "lora_A.default.gain" in text
+
+
+@on_ranks(2)
+def test_a_transposed_weight_travels_as_it_is_and_is_not_merged() -> None:
+    model = peft_model(PLAIN)
+    layer: Any = model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj.base_layer")
+    layer.weight = torch.nn.Parameter(layer.weight.detach().t().contiguous().t(), requires_grad=False)
+    module = shard(model, fsdp1(2, True))
+    Reader(merging_source(module, merge=False)).shards(LARGE)
+    text = error_of(merging_source(module))
+    assert "'model.layers.1.self_attn.q_proj.weight'" in text and "strides (1, " in text
+
+
+@on_ranks(2)
+def test_adapters_that_are_switched_between_syncs_are_refused_until_they_are_switched_back() -> None:
+    """Another adapter than in the first sync, then none; each time the sync after it is as the first."""
+    module: Any = shard(peft_model(TWO), Layout((2,)))
+    source = merging_source(module)
+    first = sync(source)
+    module.set_adapter("second")
+    for now, undo in (
+        ("('second',)", lambda: module.set_adapter("default")),
+        ("('default',) (True, ", module.base_model.enable_adapter_layers),
+    ):
+        text = error_of(source)
+        assert all(words in text for words in ("self_attn.q_proj'", "('default',)", f"now they are {now}")), text
+        undo()
+        again = sync(source)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+        module.base_model.disable_adapter_layers()

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA over many syncs, merged and served: the trainer stays as it is, what is gathered ahead is bounded, nothing of it
-goes stale, a rank that fails or stays away on the way to a collective of the preparation leaves nobody alone in it, and
-an engine that serves the adapter gets PEFT's own."""
+"""LoRA over many syncs, merged and served: what is gathered ahead is bounded, nothing of the trainer is held, a rank
+that fails or stays away leaves nobody alone in a collective, and an engine that serves the adapter gets PEFT's own."""
 
 from __future__ import annotations
 
@@ -20,17 +19,8 @@ from peft import get_peft_model_state_dict
 from torch.distributed import distributed_c10d
 from worlds import on_ranks
 
-from contract.fsdp_models import (
-    Layout,
-    Variant,
-    change,
-    fsdp1,
-    manager_of,
-    merging_source,
-    peft_model,
-    shard,
-    torchs_own_state,
-)
+from contract import fsdp_models
+from contract.fsdp_models import Layout, Variant, fsdp1, manager_of, merging_source, peft_model, shard
 from contract.reading import LARGE, Reader, sync
 from contract.sources import BUCKET_BYTES, StandIn, same_everywhere
 from verl_sync_plugin.errors import SyncError
@@ -40,7 +30,7 @@ LINEAR = Variant("all-linear", config={"target_modules": "all-linear"})
 DORA = Variant("dora-embedding", "llama", {"target_modules": ["embed_tokens", "o_proj"], "use_dora": True})
 FACTOR = "base_model.model.model.layers.0.self_attn.o_proj.lora_A.default.weight"
 WEIGHT = "model.layers.0.self_attn.o_proj.weight"
-BUCKET, SECONDS, SOON = BUCKET_BYTES, 3.0, 5.0
+SECONDS, SOON = 3.0, 5.0
 
 
 def count_collectives(module: torch.nn.Module, gather_bytes: int) -> tuple[list[int], list[int]]:
@@ -116,7 +106,7 @@ def test_nobody_is_left_alone_in_a_collective(layout: Layout, where: str) -> Non
     """Where the last rank fails."""
     manager = manager_of(shard(peft_model(DORA), layout), StandIn(), delivery="staged")
     source, last = manager.open_source(), dist.get_rank() == dist.get_world_size() - 1
-    manager.source, honest = source, sync(source, BUCKET)
+    manager.source, honest = source, sync(source, BUCKET_BYTES)
     started = time.monotonic()
     with pytest.raises(SyncError) as caught:
         first_buckets(manager, where if last else "")
@@ -128,7 +118,7 @@ def test_nobody_is_left_alone_in_a_collective(layout: Layout, where: str) -> Non
     vars(manager.sender).pop("begin", None)
     first_buckets(manager)
     manager.sender.close()
-    again = sync(source, BUCKET)
+    again = sync(source, BUCKET_BYTES)
     assert all(torch.equal(honest[name], again[name]) for name in honest), "the next sync shipped something else"
 
 
@@ -166,7 +156,7 @@ TWO = Variant("all-linear", config=LINEAR.config, second={"target_modules": ["q_
 
 
 def serving(module: torch.nn.Module, server: StandIn, wire: str = "bfloat16") -> ShardingManager:
-    """Of a trainer whose engine serves the adapter, and has its base already."""
+    """The manager of a trainer whose engine serves the adapter, and has its base already."""
     manager = manager_of(module, server, dist.get_rank() == 0, merge=False, wire=wire)
     manager._base_sent = True
     return manager
@@ -185,14 +175,14 @@ def test_the_engine_gets_pefts_own_adapter(layout: Layout) -> None:
     manager = serving(module, server)
     for version in (1, 2, 3):
         report = asyncio.run(manager.update_weights([], version))
-        reference.load_state_dict(torchs_own_state(module))
+        reference.load_state_dict(fsdp_models.torchs_own_state(module))
         expected = get_peft_model_state_dict(reference)
         if leads:
             settings, got = server.adapters[-1]
             assert got.keys() == expected.keys() and len(got) == report.tensors
             assert all(torch.equal(got[name], expected[name].bfloat16()) for name in expected)
             assert settings["r"] == 3 and settings["peft_type"] == "LORA" and report.stages["sleep"] == 0.5
-        change(module)
+        fsdp_models.change(module)
     source: Any = manager.source
     honest, started = source.shards, time.monotonic()
 

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron sources through verl's default bridge: what arrives is the checkpoint, and after training the bridge's own
-export.
-
-Real verl engines, megatron-core and Megatron-Bridge over gloo, the real sharding manager up to the plan, real staging
-memory.
-"""
+export. verl's engines, megatron-core and Megatron-Bridge over gloo are real, and so is staging memory."""
 
 from __future__ import annotations
 
@@ -26,9 +22,8 @@ from safetensors.torch import load_file
 from torch.distributed import distributed_c10d
 from worlds import on_ranks
 
-from contract.fp8 import check_quantized, projections
-from contract.reading import LARGE, TINY, Reader, State, check_same, check_syncs
-from contract.sources import open_source, same_everywhere
+from contract.reading import LARGE, TINY, Reader, State, check_quantized, check_same, check_syncs, projections
+from contract.sources import StandIn, manager_of, open_source, same_everywhere
 from megatron_cpu.engines import Layout, build, stock_export, train_step, unwrapped
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.trainers.base import take_over
@@ -65,15 +60,12 @@ def error_of(work: Callable[[], object], seconds: float = 10.0) -> str:
     return same_everywhere(str(caught.value))
 
 
-def is_last() -> bool:
-    return dist.get_rank() == dist.get_world_size() - 1
-
-
 def on_disk(folder: str) -> State:
-    found: State = {}
-    for file in Path(folder).glob("*.safetensors"):
-        found.update(load_file(file))
-    return found
+    return {name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def is_router_bias(name: str) -> bool:
+    return name.endswith("_bias") and "gate" in name
 
 
 def on_the_wire(state: State, wire: torch.dtype) -> State:
@@ -85,41 +77,32 @@ def on_the_wire(state: State, wire: torch.dtype) -> State:
     }
 
 
-def is_router_bias(name: str) -> bool:
-    return name.endswith("_bias") and "gate" in name
-
-
 CASES = [
-    ("qwen2", Layout(4, tp=2, pp=2)),
-    ("qwen2-tied", Layout(2, pp=2)),  # with virtual stages the bridge itself cannot load a tied model
-    ("qwen3-moe", Layout(4, tp=2, pp=2, ep=2, etp=1)),
-    ("moonlight", Layout(2, tp=2, ep=2, etp=1)),
-    ("deepseek", Layout(2, tp=2)),
+    ("qwen2", Layout(4, tp=2, pp=2), "bfloat16"),
+    ("qwen2-tied", Layout(2, pp=2), "bfloat16"),  # with virtual stages the bridge itself cannot load a tied model
+    ("qwen3-moe", Layout(4, tp=2, pp=2, ep=2, etp=1), "bfloat16"),
+    ("moonlight", Layout(2, tp=2, ep=2, etp=1), "bfloat16"),
+    ("moonlight", Layout(2, tp=2, ep=2, etp=1), "float32"),
+    ("deepseek", Layout(2, tp=2), "bfloat16"),
 ]
-MORE_CASES = [
-    ("qwen2", Layout(1)),
-    ("qwen2", Layout(2)),
-    ("qwen2", Layout(4, tp=2)),
-    ("qwen2", Layout(2, tp=2)),
-    ("qwen2", Layout(2, cp=2)),
-    ("qwen2", Layout(2, pp=2, vpp=2)),
-    ("qwen2-tied", Layout(2, tp=2)),
-    ("qwen2-tied", Layout(4, tp=2, pp=2)),
-    ("qwen3", Layout(2, tp=2)),
-    ("qwen3", Layout(2, pp=2)),
-    ("qwen3-moe", Layout(2, ep=2)),
-    ("qwen3-moe", Layout(2, tp=2, ep=1, etp=2)),
-    ("qwen3-moe", Layout(4, tp=2, ep=2, etp=2)),
-    ("moonlight", Layout(4, ep=2, pp=2, vpp=2)),
-]
+MORE_CASES = {
+    "qwen2": [Layout(1), Layout(2), Layout(4, tp=2), Layout(2, tp=2), Layout(2, cp=2), Layout(2, pp=2, vpp=2)],
+    "qwen2-tied": [Layout(2, tp=2), Layout(4, tp=2, pp=2)],
+    "qwen3": [Layout(2, tp=2), Layout(2, pp=2)],
+    "qwen3-moe": [Layout(2, ep=2), Layout(2, tp=2, ep=1, etp=2), Layout(4, tp=2, ep=2, etp=2)],
+    "moonlight": [Layout(4, ep=2, pp=2, vpp=2)],
+}
 
 
 @pytest.mark.parametrize(
     ("kind", "layout", "wire"),
     [
-        *((*case, "bfloat16") for case in CASES),
-        ("moonlight", Layout(2, tp=2, ep=2, etp=1), "float32"),
-        *(pytest.param(*case, "bfloat16", marks=pytest.mark.extended) for case in MORE_CASES),
+        *CASES,
+        *(
+            pytest.param(kind, layout, "bfloat16", marks=pytest.mark.extended)
+            for kind, layouts in MORE_CASES.items()
+            for layout in layouts
+        ),
     ],
     ids=str,
 )
@@ -193,16 +176,18 @@ def test_what_cannot_be_synced_is_refused_by_name(checkpoint: str, layout: Layou
 # Where a model goes through Megatron-Bridge's own stream
 
 
+def converting(mapping: str, change: Callable[[Callable[[], State]], State]) -> Any:
+    """A bridge in which a kind of mapping converts otherwise."""
+    from megatron.bridge.models.conversion import param_mapping
+
+    owner: Any = getattr(param_mapping, mapping)
+    stock = owner.megatron_to_hf
+    return mock.patch.object(owner, "megatron_to_hf", lambda *given: change(lambda: stock(*given)))
+
+
 def norms_are_computed() -> Any:
-    """A bridge whose norms are centered at zero in Megatron, as Gemma's are: their conversion adds one."""
-    from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
-
-    stock = ReplicatedMapping.megatron_to_hf
-
-    def plus_one(self: Any, weights: torch.Tensor | None, module: Any) -> dict[str, torch.Tensor]:
-        return {name: tensor + 1 for name, tensor in stock(self, weights, module).items()}
-
-    return mock.patch.object(ReplicatedMapping, "megatron_to_hf", plus_one)
+    """As Gemma's are, which are centered at zero in Megatron."""
+    return converting("ReplicatedMapping", lambda stock: {name: tensor + 1 for name, tensor in stock().items()})
 
 
 @pytest.mark.parametrize(("kind", "layout"), [("qwen2-tied", Layout(2, pp=2)), ("qwen3-moe", Layout(2, ep=2))], ids=str)
@@ -223,16 +208,14 @@ def test_a_model_whose_conversion_computes_goes_through_the_bridges_stream(check
 
 def failing_at(number: int) -> Any:
     """Makes one call of the bridge's row-parallel mappings raise on the last rank."""
-    from megatron.bridge.models.conversion.param_mapping import RowParallelMapping
+    last, calls = dist.get_rank() == dist.get_world_size() - 1, itertools.count(1)
 
-    stock, calls = RowParallelMapping.megatron_to_hf, itertools.count(1)
-
-    def convert(self: Any, weights: torch.Tensor | None, module: Any) -> dict[str, torch.Tensor]:
-        if is_last() and next(calls) == number:
+    def convert(stock: Callable[[], State]) -> State:
+        if last and next(calls) == number:
             raise RuntimeError("injected into the conversion")
-        return stock(self, weights, module)
+        return stock()
 
-    return mock.patch.object(RowParallelMapping, "megatron_to_hf", convert)
+    return converting("RowParallelMapping", convert)
 
 
 @pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(2, pp=2)], ids=str)
@@ -241,8 +224,7 @@ def test_a_rank_that_fails_inside_the_stream_is_everybodys_error_and_recovered_f
     checkpoint: str, layout: Layout
 ) -> None:
     """In the second sync, early, with torn tensors and with one bucket; and in a first sync, at the last of the
-    conversions in which it can, when others may have come to the end of what is learnt.
-    """
+    conversions in which it can, when others may have come to the end of what is learnt."""
     engine = build(checkpoint, layout)
     take_over(True)
     last = 2 * engine.model_config.hf_config.num_hidden_layers  # two row-parallel weights in each layer
@@ -276,10 +258,12 @@ def test_parts_are_quantized_as_the_whole_tensor_is(checkpoint: str, layout: Lay
     take_over(True)
     with norms_are_computed() if computed else nullcontext():
         for size, sharded in ((TINY, False), (LARGE, True)):
-            reader, expected = reader_of(engine), on_the_wire(stock_export(engine), torch.bfloat16)
-            reader.shards(size, sharded)
-            assert type(reader.source).__name__ == ("StreamSource" if computed else "MegatronSource")
-            check_quantized(reader.source, expected, projections(expected, (16, 8)), size, sharded)
+            manager, expected = (
+                manager_of("megatron", engine, StandIn()),
+                on_the_wire(stock_export(engine), torch.bfloat16),
+            )
+            reader = check_quantized(manager, expected, projections(expected, (16, 8)), size, sharded)
+            assert type(reader.source._inner).__name__ == ("StreamSource" if computed else "MegatronSource")
             train_step(engine)
 
 
@@ -297,15 +281,9 @@ def _copied(module: torch.nn.Module) -> torch.nn.Module:
     return other
 
 
-def _more(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    other = torch.nn.Parameter(parameter.detach() + 1)
-    other.__dict__.update(parameter.__dict__)
-    return other
-
-
 @on_ranks(2)
 def test_tensors_and_modules_that_are_replaced_are_found(checkpoint: str, layout: Layout) -> None:
-    """Tensors get other memory, are replaced, and are replaced with the module around them; as long as nothing of that
+    """Tensors get other memory, and are replaced with the module around them, one and all; as long as nothing of that
     happens, the model is not walked again."""
     engine = build(checkpoint, layout)
     reader = reader_of(engine)
@@ -313,23 +291,20 @@ def test_tensors_and_modules_that_are_replaced_are_found(checkpoint: str, layout
     with mock.patch("verl_sync_plugin.trainers.megatron.model.held_by", side_effect=AssertionError("walked again")):
         train_step(engine)
         synced(engine, reader)
-    layers = unwrapped(engine.module[0]).decoder.layers
+    wrapper = engine.module[0]
+    while not hasattr(wrapper.module, "decoder"):
+        wrapper = wrapper.module
     for _ in range(2):
-        moved = layers[0].self_attention.linear_proj.weight
+        layer = wrapper.module.decoder.layers[0]
+        moved = layer.self_attention.linear_proj.weight
         moved.data = moved.data + 1
         synced(engine, reader)
-        replaced = layers[0].self_attention.linear_qkv
-        replaced.weight = _more(replaced.weight)
+        replaced = layer.self_attention.linear_qkv
+        replaced.weight = _copied(replaced).weight
         synced(engine, reader)
-        module = copy.copy(layers[0].mlp.linear_fc2)
-        module.__dict__["_parameters"] = {"weight": _more(module.weight)}
-        layers[0].mlp.linear_fc2 = module
+        layer.mlp.linear_fc2 = _copied(layer.mlp.linear_fc2)
         synced(engine, reader)
-        wrapper = engine.module[0]
-        while not hasattr(wrapper.module, "decoder"):
-            wrapper = wrapper.module
         wrapper.module = _copied(wrapper.module)
-        layers = unwrapped(engine.module[0]).decoder.layers
         synced(engine, reader)
 
 
@@ -343,54 +318,29 @@ FUSED = {
     "self_attention.q_layernorm": "self_attention.linear_q_up_proj",
     "self_attention.kv_layernorm": "self_attention.linear_kv_up_proj",
 }
-CLASSES = {
-    "ColumnParallelLinear": "TEColumnParallelLinear",
-    "RowParallelLinear": "TERowParallelLinear",
-    "ColumnParallelGroupedLinear": "TEColumnParallelGroupedLinear",
-    "RowParallelGroupedLinear": "TERowParallelGroupedLinear",
-    "WrappedTorchNorm": "TENorm",
-}
 
 
-def _find(module: torch.nn.Module, path: str) -> Any:
-    for name in path.split("."):
-        module = getattr(module, name, None)  # type: ignore[assignment]
-    return module
-
-
-def _rename(module: Any, name: str) -> None:
-    module.__class__ = type(name, (type(module),), {})
-
-
-def as_transformer_engine(engine: Any) -> set[str]:
-    """Renames in place; returns the names of all parameters."""
-    names: set[str] = set()
-    for chunk in map(unwrapped, engine.module):
-        for layer in chunk.decoder.layers:
-            for norm_path, linear_path in FUSED.items():
-                norm, linear = _find(layer, norm_path), _find(layer, linear_path)
-                if linear is None or getattr(norm, "weight", None) is None:
-                    continue
-                linear.register_parameter("layer_norm_weight", norm._parameters.pop("weight"))
-                _rename(linear, "TELayerNormColumnParallelLinear")
-            for module in list(layer.modules()):
-                if type(module).__name__ in CLASSES:
-                    _rename(module, CLASSES[type(module).__name__])
-        names |= {name for name, _ in chunk.named_parameters()}
-    return names
+def as_transformer_engine(engine: Any) -> None:
+    for layer in (layer for chunk in engine.module for layer in unwrapped(chunk).decoder.layers):
+        modules: dict[str, Any] = dict(layer.named_modules())
+        fused = {linear: modules[norm] for norm, linear in FUSED.items() if norm in modules and linear in modules}
+        for name, module in modules.items():
+            stock = type(module).__name__
+            called = "TENorm" if stock == "WrappedTorchNorm" else f"TE{stock}" if stock.endswith("Linear") else stock
+            if (norm := fused.get(name)) is not None and norm.weight is not None:
+                module.register_parameter("layer_norm_weight", norm._parameters.pop("weight"))
+                called = "TELayerNormColumnParallelLinear"
+            module.__class__ = type(called, (type(module),), {})
 
 
 @pytest.mark.parametrize(
     ("kind", "layout", "fused"),
     [
-        ("qwen3-moe", Layout(2, tp=2, ep=2, etp=1), ["self_attention.linear_qkv.layer_norm_weight"]),
+        ("qwen3-moe", Layout(2, tp=2, ep=2, etp=1), ["self_attention.linear_qkv"]),
         (
             "deepseek",
             Layout(2, tp=2),
-            [
-                *("mlp.linear_fc1.layer_norm_weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
-                "self_attention.linear_kv_up_proj.layer_norm_weight",
-            ],
+            ["mlp.linear_fc1", "self_attention.linear_q_up_proj", "self_attention.linear_kv_up_proj"],
         ),
     ],
     ids=str,
@@ -399,7 +349,9 @@ def as_transformer_engine(engine: Any) -> set[str]:
 def test_names_and_classes_of_transformer_engine_are_read(checkpoint: str, layout: Layout, fused: list[str]) -> None:
     """Bit for bit the checkpoint, which is what the bridge exports."""
     engine = build(checkpoint, layout)
-    assert {f"decoder.layers.0.{name}" for name in fused} <= as_transformer_engine(engine)
+    as_transformer_engine(engine)
+    parameters = {name for chunk in engine.module for name, _ in unwrapped(chunk).named_parameters()}
+    assert {f"decoder.layers.0.{name}.layer_norm_weight" for name in fused} <= parameters
     disk = on_disk(checkpoint)
     check_same({n: t.to(disk[n].dtype) for n, t in stock_export(engine).items()}, disk)
     reader = reader_of(engine)

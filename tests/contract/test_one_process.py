@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole phase of one trainer rank and one engine rank in one process, without SGLang's processes and Ray: syncs,
-faults, sleeps and wakes in any order, staging memory, mappings, and engines that rearrange what they have loaded.
-
-Adapter, sharding manager, endpoint, server, loader and session are the product's own. What SGLang's tokenizer manager
-would have a scheduler do is done here in a thread; its memory is only noted.
-"""
+"""The whole phase of one trainer rank and one engine rank in one process: syncs, faults, sleeps and wakes in any order,
+staging memory, mappings, and engines that rearrange what they have loaded. All is the product's own but for Ray and
+SGLang: what its tokenizer manager has a scheduler do is done in a thread, and its memory is only noted."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ import gc
 import os
 import random
 import threading
-import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -31,7 +27,7 @@ from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutCo
 from verl.workers.rollout.replica import RolloutMode
 from worlds import on_ranks
 
-from contract.sources import SourceManager, reads_unseen, shard_of
+from contract.sources import SourceManager, in_a_file, reads_unseen, shard_of
 from faults import points
 from faults.actor import Reference, worker_calls
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND, TURN_OFF, sync_config_of
@@ -43,7 +39,6 @@ from verl_sync_plugin.rollouts.sglang import loader
 from verl_sync_plugin.rollouts.sglang.adapter import SyncServerAdapter
 from verl_sync_plugin.rollouts.sglang.request import hand_down, new_token
 from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
-from verl_sync_plugin.room import FIRST, REST
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.trainers.base import ParameterSource, ShardStream
 from verl_sync_plugin.transport.channel import Channel
@@ -86,11 +81,7 @@ class Source(ParameterSource):
 
     def move(self) -> None:
         """To other memory, as an offload would."""
-        for name, tensor in self.weights.items():
-            path = self._folder / f"{uuid.uuid4().hex}.memory"
-            storage = torch.UntypedStorage.from_file(str(path), True, tensor.nbytes)
-            moved = torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape)  # type: ignore[call-overload]
-            self.weights[name] = moved.copy_(tensor)
+        self.weights = {name: in_a_file(tensor, self._folder) for name, tensor in self.weights.items()}
 
     def shards(self) -> list[Shard]:
         return [shard_of((name,), tensor, 0, 1) for name, tensor in self.weights.items()]
@@ -155,13 +146,8 @@ class Actor:
 
 
 class OneProcess:
-    """Trainer and engine; one per process at a time.
-
-    Args:
-        checkpoint: of any model that the configuration can be of.
-        folder: for the trainer's memory.
-        keys: of ``custom.sync``.
-    """
+    """Trainer and engine; one per process at a time. ``checkpoint``: any model; ``folder``: for the trainer's memory;
+    ``keys``: of ``custom.sync``."""
 
     def __init__(self, checkpoint: str, folder: Path, **keys: Any) -> None:
         os.environ.update(RANK="0", RAY_LOCAL_WORLD_SIZE="1", CUDA_VISIBLE_DEVICES="")
@@ -210,6 +196,13 @@ class OneProcess:
         self.manager.meeting.close()
         self.actor.close()
 
+    def end_well(self) -> None:
+        """One more sync of other weights is exact, and the engine generates."""
+        self.train()
+        self.sync()
+        assert self.model.holds(self.source.weights) and self.request() == "an answer"
+        self.close()
+
 
 # What can fail where one process is trainer, engine and server; SGLang's own processes are in tests/faults
 FAULTS = (
@@ -223,7 +216,7 @@ SESSION = "verl_sync_plugin.engine.session"
 
 
 class Phase:
-    """The model: which weights the engine serves, what a request gets, and which memory is released."""
+    """Says which weights the engine serves, what a request gets, and which memory is released."""
 
     def __init__(self, checkpoint: str, folder: Path) -> None:
         folder.mkdir()
@@ -302,22 +295,17 @@ def test_the_engine_serves_what_the_model_says(qwen2: str, tmp_path: Path) -> No
 def test_the_next_sync_does_as_the_room_was(
     short: list[bool], failing: int, stays: list[bool], qwen2: str, tmp_path: Path
 ) -> None:
-    """After each sync the trainer has staging memory, or not, and the engine maps it, or not; before each, room for
-    staging memory is made, or not.
-
-    Args:
-        short: of each sync, whether the trainer has to hand its cache back before the KV cache is resumed.
-        failing: number of a sync whose commit fails in the engine; 0 for none.
-        stays: of each sync, whether there is staging memory after it.
-    """
+    """``short``: of each sync, whether the trainer has to hand its cache back before the KV cache is resumed;
+    ``failing``: the number of a sync whose commit fails in the engine; ``stays``: of each sync, whether the trainer has
+    staging memory after it, the engine maps it, and room for it is not made before the next."""
     place, found = OneProcess(qwen2, tmp_path, delivery="staged"), []
     place.manager.keeps_staging = False  # as a manager of an engine that sleeps begins
     for number, tight in enumerate(short, 1):
-        asked: dict[tuple[str, str], int] = {}
+        asked = list[int]()
 
-        def make(resume: tuple[str, str], release: Any, beside: int = 0, tight: bool = tight) -> int | None:
-            asked[resume] = beside  # noqa: B023  (called within this round)
-            return 0 if tight and resume == REST else None
+        def make(resume: tuple[str, str], release: Any, more: int = 0, tight: bool = tight) -> int | None:
+            asked.append(more)  # noqa: B023  (called within this round)
+            return 0 if tight and resume[-1] == "awake" else None
 
         place.adapter._room.make = make  # type: ignore[method-assign]
         place.sleep()
@@ -330,7 +318,7 @@ def test_the_next_sync_does_as_the_room_was(
             place.sync()
         assert number == failing or place.model.holds(place.source.weights)
         (session,) = loader._sessions.values()
-        found.append((place.manager.sender.staged, bool(session._stagings), asked[FIRST] > 0))
+        found.append((place.manager.sender.staged, bool(session._stagings), asked[0] > 0))
         place.train()
     place.close()
     to_come = [False, *(not stayed for stayed in stays[:-1])]
@@ -338,7 +326,7 @@ def test_the_next_sync_does_as_the_room_was(
 
 
 def mapped() -> int:
-    """How many mappings of the trainer's parameters there are in this process, the trainer's own among them."""
+    """Counts this process's mappings of the trainer's parameters, the trainer's own among them."""
     gc.collect()
     return sum(line.endswith(".memory") for line in Path("/proc/self/maps").read_text().splitlines())
 
@@ -372,30 +360,30 @@ def test_parameters_are_let_go_of_once_they_are_not_read_in_place(qwen2: str, tm
     place.close()
 
 
-# Where a bit flips, whether bytes are hashed, custom.sync.verify: what finds it, if anything does
 READ, HELD = "changed on the way to the engine", "do not hold what was sent of"
-FOUND_BY = (
-    ("engine", True, "never", ""),
-    ("engine", True, "always", HELD),
-    ("trainer", True, "never", READ),
-    ("trainer", False, "always", HELD),
-    ("trainer", False, "never", ""),
-    ("staging", True, "never", READ),
-    ("staging", False, "always", HELD),
-    ("staging", False, "never", ""),
+
+
+@pytest.mark.parametrize(
+    ("where", "hashed", "verify", "expected"),
+    [
+        ("engine", True, "never", ""),
+        ("engine", True, "always", HELD),
+        ("trainer", True, "never", READ),
+        ("trainer", False, "always", HELD),
+        ("trainer", False, "never", ""),
+        ("staging", True, "never", READ),
+        ("staging", False, "always", HELD),
+        ("staging", False, "never", ""),
+    ],
 )
-
-
-@pytest.mark.parametrize(("where", "hashed", "verify", "expected"), FOUND_BY)
 @on_ranks(1)
 def test_a_bit_that_flips_is_found(
     where: str, hashed: bool, verify: str, expected: str, qwen2: str, tmp_path: Path
 ) -> None:
     """In a slot once it is packed; or, in a sync in place, in the trainer's memory between its hash and the engine's
-    read, or in the engine's parameter after the copy. The hash or the comparison alone finds it, and nothing does
-    where both are off."""
-    delivery = "staged" if where == "staging" else "direct"
-    place = OneProcess(qwen2, tmp_path, verify=verify, delivery="auto" if delivery == "direct" else delivery)
+    read, or in the engine's parameter after the copy. The hash of what is read or the comparison alone finds it."""
+    delivery, key = ("staged", "staged") if where == "staging" else ("direct", "auto")
+    place = OneProcess(qwen2, tmp_path, verify=verify, delivery=key)
     for _ in range(2):
         place.sync()
     (session,) = loader._sessions.values()
@@ -421,10 +409,8 @@ def test_a_bit_that_flips_is_found(
     named = "a.weight" if where == "staging" else "c.q.weight"
     assert flipped and (not expected or all(words in str(caught.value) for words in (expected, named)))
     assert place.manager.report.delivery == delivery
-    place.train()
-    place.sync()
-    assert place.model.holds(place.source.weights) and place.manager.report.delivery == delivery
-    place.close()
+    place.end_well()
+    assert place.manager.report.delivery == delivery
 
 
 # An engine that rearranges weights once they are loaded from a checkpoint is refused by name, not served wrongly
@@ -442,7 +428,7 @@ METHODS: dict[str, Callable[[Any], object]] = {
     zip(METHODS, ("first", "never", "first"), ("", "SGLang changes c once", "the places of parameters"), strict=True),
 )
 @on_ranks(1)
-def test_weights_that_are_rearranged_behind_every_load(
+def test_weights_that_are_rearranged_after_every_load(
     method: str, verify: str, changed: str, qwen2: str, tmp_path: Path
 ) -> None:
     place = OneProcess(qwen2, tmp_path, verify=verify)
@@ -506,9 +492,7 @@ def test_an_engine_that_failed_to_sleep_in_time_is_asked_again(
             place.sleep()
     assert asked == [TAGS] * (1 + fails) and place.sglang.released == TAGS
     assert place.request() == "a wait"
-    place.sync()
-    assert place.model.holds(place.source.weights) and place.request() == "an answer"
-    place.close()
+    place.end_well()
 
 
 @on_ranks(1)
@@ -525,9 +509,7 @@ def test_a_nan_that_was_packed_is_an_error_though_it_is_gone_again(qwen2: str, t
     said = r"one of \[.*'b\.weight'.*\] was NaN or Inf when it was packed, and in the trainer all of them are finite"
     with mock.patch.object(place.manager.sender, "pack", packing), pytest.raises(SyncError, match=said):
         place.sync()
-    place.sync()
-    assert place.model.holds(place.source.weights) and place.request() == "an answer"
-    place.close()
+    place.end_well()
 
 
 @pytest.mark.parametrize(

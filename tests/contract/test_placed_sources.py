@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DTensors of any placement, and verl's ``ShardSpec``: what arrives is, bit for bit, the whole tensor.
-
-Real DTensors over real gloo: source -> plan -> pack -> gather -> a second mapping of the slots -> assembler.
-"""
+"""DTensors of any placement, and verl's ``ShardSpec``: what arrives is, bit for bit, the whole tensor."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -27,8 +25,7 @@ from contract import sources
 from contract.reading import State, check_syncs
 from contract.sources import same_everywhere
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.trainers.base import ParameterSource
-from verl_sync_plugin.trainers.script import Given, ScriptTrainer
+from verl_sync_plugin.spmd import Given, SpmdShardingManager
 from verl_sync_plugin.transport.agreement import Agreement
 
 Export = Callable[[], Any]
@@ -38,7 +35,7 @@ def open_source(given: Any) -> Any:
     """The source of what a script trains."""
     live = Given({})
     live.take(given)
-    return sources.open_source("", live, r"\.gate\.weight$", backend=ScriptTrainer)
+    return sources.open_source("", live, r"\.gate\.weight$", backend=SpmdShardingManager.backend)
 
 
 def of_specs(export: Export) -> Any:
@@ -51,12 +48,6 @@ def wire(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.bfloat16() if tensor.is_floating_point() and not name.endswith(".gate.weight") else tensor
 
 
-def cuts(mesh: DeviceMesh) -> list[tuple[Any, ...]]:
-    """Placements over a mesh of one or two dimensions, of tensors of three dimensions."""
-    one = [Replicate(), Shard(0), Shard(1), Shard(2)]
-    return [(each,) for each in one] if mesh.ndim == 1 else [(first, second) for first in one for second in one]
-
-
 def mixed_state(meshes: tuple[tuple[int, ...], ...]) -> tuple[State, State]:
     """Whole tensors of uneven sizes, and the same cut in every way over several meshes."""
     torch.manual_seed(3)
@@ -64,7 +55,8 @@ def mixed_state(meshes: tuple[tuple[int, ...], ...]) -> tuple[State, State]:
     cut: State = {name: tensor.clone() for name, tensor in whole.items()}
     for shape in meshes:
         mesh = init_device_mesh("cpu", shape)
-        for number, placements in enumerate(cuts(mesh)):
+        ways = itertools.product((Replicate(), Shard(0), Shard(1), Shard(2)), repeat=mesh.ndim)
+        for number, placements in enumerate(ways):
             name = f"mesh{'x'.join(map(str, shape))}.{number}.weight"
             whole[name] = torch.randn(7, 5, 6)
             cut[name] = distribute_tensor(whole[name].clone(), mesh, list(placements))
@@ -89,22 +81,13 @@ def test_any_placement_arrives_bit_for_bit(size: int, meshes: tuple[tuple[int, .
     check_syncs(source, lambda: {n: wire(n, t) for n, t in whole.items()}, change)
 
 
-class Block(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).relu())  # type: ignore[no-any-return]
-
-
 @on_ranks(4, timeout=120)
 def test_fsdp2_over_tensor_parallelism() -> None:
     """As torchtitan does it: ``_StridedShard`` where both cut one dimension."""
     torch.manual_seed(5)
-    model = Block()
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8, bias=False))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
     assert any(isinstance(p, _StridedShard) for t in model.parameters() for p in t.placements)  # type: ignore[attr-defined]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -178,7 +161,7 @@ def test_what_is_no_box_of_one_whole_is_refused_by_name_on_all_ranks() -> None:
     turning = mock.patch(f"{Given.__module__}.verl_rewrite", lambda kind: lambda pairs: ((n, t.T) for n, t in pairs))
     with turning:
         turned = open_source({"w": cut})
-    placed: list[tuple[ParameterSource, str]] = [
+    placed: list[tuple[Any, str]] = [
         (open_source({"w": tensor, "placed": cut}), words)
         for tensor, words in (
             (odd, "parameter 'w' has placements (Partial(sum),): the ranks hold parts of a sum"),
@@ -199,5 +182,13 @@ def test_what_is_no_box_of_one_whole_is_refused_by_name_on_all_ranks() -> None:
         with pytest.raises(SyncError) as caught:
             source.agree_on_layout(Agreement(30.0))
         assert words in same_everywhere(str(caught.value)), caught.value
-    with pytest.raises(ValueError, match="strategy 'torchtitan': use one of fsdp"):
-        open_source(SimpleNamespace(engine_config=SimpleNamespace(strategy="torchtitan")))
+    nothing: list[tuple[Any, type[Exception], str]] = [
+        (SimpleNamespace(engine_config=SimpleNamespace(strategy="torchtitan")), ValueError, "use one of fsdp"),
+        ("weights", TypeError, "a str cannot be synced"),
+        ({}, TypeError, "empty"),
+        ({"w": 1}, TypeError, "something else than tensors"),
+        (torch.nn.Linear(2, 2), ValueError, "has no config"),
+    ]
+    for given, error, words in nothing:
+        with pytest.raises(error, match=words):
+            open_source(given)

@@ -4,8 +4,13 @@ or the sync names what is lost."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import pickle
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,17 +18,14 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from worlds import on_ranks
 
 from contract import sglang_models
 from contract.families import FAMILIES, Family
-from contract.test_families import publish
-from verl_sync_plugin.engine.introduce import introduce
-from verl_sync_plugin.engine.recorder import Source
-from verl_sync_plugin.layout.load_map import unwritten
-from verl_sync_plugin.rollouts.sglang.lora import look, served_settings, summary
-from verl_sync_plugin.rollouts.sglang.model import SGLangModel
+from contract.test_families import model_of, publish
+from contract.wire import Wire
+from verl_sync_plugin.rollouts import rollout_of
+from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK, hand_down, new_token, pack_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_processes")]
 
@@ -51,6 +53,16 @@ ONE: dict[str, Case] = {
     "Phi: factors of model.layers.0.self_attn.dense (and 5 modules more, of dense, fc1, fc2)": ("Phi-1.5", {}, ["all"]),
     "StarCoder2: factors of model.layers.0.mlp.c_fc (and 3 modules more, of c_fc, c_proj)": ("StarCoder2", {}, ["all"]),
     "a model of transformers' own: SGLang has no place for these": ("SmolLM3", {}, ["all"]),
+    "k and v alone: SGLang computes q_proj, k_proj, v_proj in one, and needs factors of q_proj, too": (
+        "Qwen2",
+        {"target_modules": ["k_proj", "v_proj"]},
+        ["k_proj", "v_proj"],
+    ),
+    "up alone: SGLang computes gate_proj, up_proj in one, and needs factors of gate_proj, too": (
+        "Qwen2",
+        {"target_modules": ["up_proj", "down_proj"]},
+        ["up_proj", "down_proj"],
+    ),
     "left out at launch: SGLang has no place for these": ("Qwen2", {"target_modules": LAYERS}, ["o_proj"]),
 }
 TWO: dict[str, Case] = {
@@ -65,12 +77,8 @@ Factors = dict[str, torch.Tensor]
 
 def adapter_of(family: Family, **settings: Any) -> tuple[dict[str, Any], Callable[[int], Factors]]:
     """Settings of an adapter as PEFT resolves them, and what makes its factors of a seed."""
-    config = AutoConfig.for_model(family.model_type, **family.config)
-    multimodal = type(config) in AutoModelForImageTextToText._model_mapping
-    auto = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
-    model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
     given = LoraConfig(task_type="CAUSAL_LM", **{"r": RANK, "target_modules": "all-linear", **settings})
-    adapted = get_peft_model(model, given)
+    adapted = get_peft_model(model_of(family), given)
     names = get_peft_model_state_dict(adapted, save_embedding_layers=False)
 
     def factors(seed: int) -> Factors:
@@ -96,6 +104,12 @@ def manager_of(family: Family, home: Path, targets: set[str]) -> Any:
     )  # fmt: skip
 
 
+def packed(settings: dict[str, Any], factors: Factors) -> tuple[dict[str, Any], Any]:
+    """Returns the settings of an adapter as a server gets them, and the summary of its factors."""
+    (served, _, sent), _ = rollout_of("sglang").pack_adapter(settings, factors)
+    return served, sent
+
+
 def load(manager: Any, settings: dict[str, Any], factors: Factors) -> None:
     """Replaces the adapter, as a server does."""
     from sglang.srt.lora.lora_registry import LoRARef
@@ -103,24 +117,39 @@ def load(manager: Any, settings: dict[str, Any], factors: Factors) -> None:
     for held in list(manager.lora_refs.values()):
         assert manager.unload_lora_adapter(held).success
     named = LoRARef(lora_name=NAME, lora_path="__tensor__", pinned=False)
-    done = manager.load_lora_adapter_from_tensors(named, factors, served_settings(settings, factors))
-    if not done.success:
-        raise RuntimeError(f"SGLang refused the adapter: {done.error_message}")
+    done = manager.load_lora_adapter_from_tensors(named, factors, packed(settings, factors)[0])
+    assert done.success, f"SGLang refused the adapter: {done.error_message}"
 
 
 def refusal(manager: Any, adapter: str, factors: Factors) -> str:
-    try:
-        look(manager, adapter, summary(factors))
-    except ValueError as error:
-        return str(error)
-    return ""
+    """Has all ranks look at the adapter, for which a scheduler calls our loader by its name; returns their answer."""
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.utils import dynamic_import
+
+    class Rank(Scheduler):
+        def __init__(self) -> None:
+            self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
+
+        def look(self, folder: str) -> None:
+            request = pack_request((folder, adapter, packed({}, factors)[1]))
+            dynamic_import(ADAPTER_CHECK)(manager.base_model, pickle.loads(request))
+
+    with tempfile.TemporaryDirectory() as folder:
+        Rank().look(folder)
+        said = [json.loads(answer.read_text()) for answer in Path(folder).iterdir()] or [None]  # rank 0 answers
+    dist.broadcast_object_list(said)
+    assert said[0] is not None
+    return said[0]
 
 
 def outcome(family: str, settings: dict[str, Any], targets: set[str], home: Path) -> str:
     """``served``, after three adapters and what must not pass for one; or why the first one is refused."""
     resolved, factors = adapter_of(FAMILIES[family], **settings)
     manager = manager_of(FAMILIES[family], home, targets)
-    takes_the_base(manager.base_model, home)
+    # Also the parameters of layers that an adapter wraps
+    wire = Wire(manager.base_model)
+    wire.sync([pair for file in home.glob("*.safetensors") for pair in load_file(file).items()])
+    assert all(kept.buffer for kept, *_ in wire.comparison.unwritten), wire.comparison.unwritten
     if why := refusal(manager, "", factors(1)):
         return why
     for seed in (1, 2, 3):
@@ -131,69 +160,26 @@ def outcome(family: str, settings: dict[str, Any], targets: set[str], home: Path
     return "served"
 
 
-def takes_the_base(model: torch.nn.Module, home: Path) -> None:
-    """Also the parameters of layers that an adapter wraps."""
-    base = {name: tensor for file in home.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    sources = [Source(name, tensor.dtype, tuple(tensor.shape), None) for name, tensor in base.items()]
-    known = SGLangModel(model, dist.get_rank())
-    known.sent = frozenset(base)
-    missing = unwritten(introduce(known, sources, {}, torch.device("cpu"))[0])
-    assert base and all(kept.buffer for kept, *_ in missing), missing
-    known.load_weights(base.items())
-
-
 def in_the_way_of_rubbish(manager: Any, factors: Factors) -> None:
-    """Every factor changed where SGLang's layers read it, one at a time, is found."""
-    pool, uid = manager.memory_pool, next(iter(manager.lora_refs))
-    slot = pool.get_buffer_id(uid)
-    for buffers in (pool.A_buffer, pool.B_buffer):
-        for name, layers in buffers.items():
-            for layer in layers:
-                where = layer[slot].flatten().nonzero()
-                if not len(where):
-                    continue
-                value = layer[slot].view(-1)[where[0]].clone()
-                layer[slot].view(-1)[where[0]] = -value
+    """Every factor changed where SGLang's layers read it, one at a time and on one rank, is found."""
+    pool, turns = manager.memory_pool, itertools.cycle(range(dist.get_world_size()))
+    slot = pool.get_buffer_id(next(iter(manager.lora_refs)))
+    for name, layers in (*pool.A_buffer.items(), *pool.B_buffer.items()):
+        for held in (layer[slot].view(-1) for layer in layers):
+            for where in held.nonzero()[:1]:
+                sign = -1 if next(turns) == dist.get_rank() else 1
+                held[where] *= sign
                 assert "SGLang computes with other ones" in refusal(manager, NAME, factors), name
-                layer[slot].view(-1)[where[0]] = value
+                held[where] *= sign
     assert refusal(manager, NAME, factors) == ""
-
-
-def lost(home: Path) -> None:
-    """Checks adapters that SGLang takes without a word and does not serve, and what is said of them."""
-    vision = {"target_modules": r"model\.visual.*attn\.(qkv|proj)|model\.language_model.*\.(q_proj|v_proj)"}
-    settings, factors = adapter_of(FAMILIES["Qwen2.5-VL"], **vision)
-    manager = manager_of(FAMILIES["Qwen2.5-VL"], home / "vision", {"all"})
-    text = {name: factor for name, factor in factors(1).items() if "visual" not in name}
-    load(manager, {**settings, "target_modules": ["q_proj"]}, text)
-    assert 0 < len(text) < len(factors(1))
-    held = manager.loras[next(iter(manager.lora_refs))]
-    load_all = dict(factors(1))
-    held.initialize_weights_from_tensors(load_all)  # as SGLang has it where it refuses no names
-    assert "visual" not in str([layer.weights.keys() for layer in held.layers]), "SGLang holds a tower's factors"
-    said = refusal(manager, NAME, load_all)
-    assert "factors of model.visual.blocks.0.attn.qkv (and 3 modules more, of proj, qkv)" in said, said
-    assert "SGLang has no place for these. Set actor_rollout_ref.model.lora.merge=True" in said
-    for number, targets in enumerate((["k_proj", "v_proj"], ["up_proj", "down_proj"])):
-        settings, factors = adapter_of(FAMILIES["Qwen2"], target_modules=targets)
-        manager = manager_of(FAMILIES["Qwen2"], home / str(number), set(targets))
-        load(manager, settings, factors(1))
-        try:
-            manager.fetch_new_loras({next(iter(manager.lora_refs))})
-        except ValueError as error:
-            assert "Cannot find target module name" in str(error), "SGLang ends its scheduler at the first request"
-        else:
-            raise AssertionError("SGLang serves it now")
-        said = refusal(manager, "", factors(1))
-        assert "SGLang computes" in said and "needs factors of" in said, said
 
 
 @pytest.mark.parametrize(("world", "cases"), [(1, ONE), (2, TWO)], ids=["one rank", "two ranks"])
 @on_ranks("world", timeout=500)
 def test_every_factor_is_read_or_named(world: int, cases: dict[str, Case], tmp_path: Path) -> None:
+    hand_down(new_token())
     for number, (expected, (family, settings, targets)) in enumerate(cases.items()):
         found = outcome(family, settings, set(targets), tmp_path / f"{number}-{dist.get_rank()}")
         assert expected.partition(":")[2].strip() in found, f"{family}: {found}"
+        assert found == "served" or "Set actor_rollout_ref.model.lora.merge=True" in found, found
         dist.barrier()
-    if dist.get_world_size() == 1:
-        lost(tmp_path)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -19,9 +20,9 @@ from verl_sync_plugin.engine.load import ModelLoad
 from verl_sync_plugin.layout.tensors import Plan
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.rollouts.sglang import loader
+from verl_sync_plugin.rollouts.sglang.request import hand_down, new_token, pack_request
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
-from verl_sync_plugin.transport.channel import connect
-from verl_sync_plugin.transport.protocol import Committed, LoadRequest
+from verl_sync_plugin.transport.protocol import Committed
 from verl_sync_plugin.verify import refuse_changed
 
 TIMEOUT = 20.0
@@ -36,16 +37,12 @@ class Beside(StandIn):
         self.model = model
 
     def load_weights(self, wire: tuple[Any, ...], version: str | None) -> float:
-        request = LoadRequest.from_wire(wire)
-        channel = connect(request.addresses[loader.tensor_parallel_rank()], TIMEOUT, TIMEOUT)
-        try:
-            loader._receive(self.model, channel, request, forget=False)
-        finally:
-            channel.close()
+        loader.load(self.model, pickle.loads(pack_request(wire)))
         return 0.0
 
 
 def engine_of(model: torch.nn.Module, tp: int) -> RolloutEndpoint:
+    hand_down(new_token())
     first = dist.get_rank() // tp * tp
     return endpoint_of(Beside(model), True, range(first, first + tp), restores=True)
 
@@ -76,6 +73,13 @@ class Wire:
         with mock.patch.object(ModelLoad, "finish", finish):
             asyncio.run(self.manager.update_weights([], 1))
         return self.manager.report
+
+    def exact(self, reference: Any, weights: models.Weights) -> SyncReport:
+        """A sync, which leaves what SGLang's own load does."""
+        report = self.sync(weights)
+        reference.load_weights((name, tensor.clone()) for name, tensor in weights)
+        models.check_same(self.model, reference, "the sync")
+        return report
 
     def compare(self) -> None:
         """Compares what was read, and what the parameters hold now, once more."""

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worlds of real processes with a gloo group, kept between tests of one kind so that imports are paid for once.
 
-    results = run_world(3, function, argument)  # function(argument) on ranks 0, 1, 2; results in rank order
-
-``function`` must be importable from a test module. Every run has a time limit, after which its processes are killed;
-the stacks that they had shortly before are in the test's stderr. The limit begins when all ranks have imported what
-they run: that takes a second or, during a training on two cores, a minute.
+Every run has a time limit, after which its processes are killed; the stacks that they had shortly before are in the
+test's stderr. The limit begins when all ranks have imported what they run: that takes a second or, during a training
+on two cores, a minute.
 """
 
 from __future__ import annotations
@@ -49,21 +47,18 @@ def _member(pipe: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     while True:
         try:
-            function, arguments, rank, size, store, seconds = pipe.recv()  # imports the function's module
+            module, name, arguments, given, rank, size, store, seconds = pipe.recv()
         except EOFError:
             return
+        function = getattr(importlib.import_module(module), name)
+        function = getattr(function, "__wrapped__", function)
         pipe.send(IMPORTED)
         faulthandler.dump_traceback_later(0.9 * seconds)
         try:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{store}",
-                rank=rank,
-                world_size=size,
-                timeout=datetime.timedelta(seconds=seconds),
-            )
+            limit = datetime.timedelta(seconds=seconds)
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
             # A tensor's bytes: torch's own pickle would share its memory, and SGLang's imports have that go by a server
-            pipe.send_bytes(pickle.dumps((True, function(*arguments))))
+            pipe.send_bytes(pickle.dumps((True, function(*arguments, **given))))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
         finally:
@@ -99,13 +94,6 @@ def _grow(size: int) -> None:
         _pool.append((process, ours))
 
 
-def _wait_for_import(pipe: Connection) -> None:
-    """Whoever says nothing, or has died, is found by the wait for the results."""
-    with contextlib.suppress(EOFError, ConnectionError):
-        if pipe.poll(IMPORT_SECONDS):
-            assert pipe.recv() == IMPORTED
-
-
 @atexit.register
 def stop() -> None:
     """Ends all pool processes."""
@@ -116,12 +104,13 @@ def stop() -> None:
     _pool.clear()
 
 
-def run_world(size: int, function: Callable[..., Any], *arguments: object, timeout: float = 120.0) -> list[Any]:
-    """Runs ``function(*arguments)`` on ``size`` ranks and returns their results.
+def run_world(
+    size: int, function: Callable[..., Any], /, *arguments: object, timeout: float = 120.0, **given: object
+) -> list[Any]:
+    """Runs ``function(*arguments, **given)`` on ``size`` ranks of a group; returns their results, in rank order.
 
     Args:
-        size: number of ranks.
-        function: module-level function; the default process group is set up when it is called.
+        function: of a module's top level, or a test that ``on_ranks`` decorates.
         arguments: picklable.
         timeout: seconds for all ranks together, once they have imported the function.
 
@@ -129,61 +118,43 @@ def run_world(size: int, function: Callable[..., Any], *arguments: object, timeo
         WorldError: any rank failed, died or took too long.
     """
     _grow(size)
-    results: dict[int, Any] = {}
-    failures: dict[int, str] = {}
+    answers: dict[int, tuple[bool, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="world-") as folder:
         members = {pipe: rank for rank, (_, pipe) in enumerate(_pool[:size])}
+        named = function.__module__, function.__name__
         for pipe, rank in members.items():
-            pipe.send((function, arguments, rank, size, os.path.join(folder, "store"), timeout))
+            pipe.send((*named, arguments, given, rank, size, os.path.join(folder, "store"), timeout))
         for pipe in members:
-            _wait_for_import(pipe)
+            with contextlib.suppress(EOFError, ConnectionError):  # the wait for the results finds that it has died
+                assert not pipe.poll(IMPORT_SECONDS) or pipe.recv() == IMPORTED
         deadline = time.monotonic() + timeout
         while members and (ready := wait(list(members), deadline - time.monotonic())):
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 rank = members.pop(pipe)
                 try:
-                    succeeded, value = pipe.recv()
+                    answers[rank] = pipe.recv()
                 except (EOFError, ConnectionError):
                     _pool[rank][0].join()
-                    succeeded, value = False, "it died"
-                (results if succeeded else failures)[rank] = value
-        failures.update(dict.fromkeys(members.values(), f"no answer within {timeout:g} s"))
+                    answers[rank] = False, "it died"
+    answers.update(dict.fromkeys(members.values(), (False, f"no answer within {timeout:g} s")))
     if members or not all(process.is_alive() for process, _ in _pool):
         stop()
+    failures = [f"--- rank {rank}:\n{text}" for rank, (succeeded, text) in sorted(answers.items()) if not succeeded]
     if failures:
-        raise WorldError("\n".join(f"--- rank {rank}:\n{text}" for rank, text in sorted(failures.items())))
-    return [results[rank] for rank in range(size)]
-
-
-class _Body:
-    """The body of a test that ``on_ranks`` decorates, by name: a rank imports it with its module."""
-
-    def __init__(self, module: str, name: str, given: dict[str, Any]) -> None:
-        self._at = module, name, given
-
-    def __reduce__(self) -> Any:
-        return _body_of, self._at
-
-
-def _body_of(module: str, name: str, given: dict[str, Any]) -> Any:
-    return functools.partial(getattr(importlib.import_module(module), name).__wrapped__, **given)
+        raise WorldError("\n".join(failures))
+    return [answers[rank][1] for rank in range(size)]
 
 
 def on_ranks(size: int | str, timeout: float = 120.0) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Runs the body of a test on every rank of a world, with the test's own arguments.
-
-    Args:
-        size: number of ranks, or the argument that is it, or has it as its ``size``.
-        timeout: as of ``run_world``.
-    """
+    """Runs the body of a test on every rank of a world, with the test's own arguments. ``size``: the number of ranks,
+    or the argument that is it, or has it as its ``size``; ``timeout``: as of ``run_world``."""
 
     def decorate(test: Callable[..., Any]) -> Callable[..., None]:
         @functools.wraps(test)
         def run(**given: Any) -> None:
             found = given[size] if isinstance(size, str) else size
-            body = _Body(test.__module__, test.__name__, given)
-            run_world(getattr(found, "size", found), body, timeout=timeout)  # type: ignore[arg-type]
+            run_world(getattr(found, "size", found), test, timeout=timeout, **given)
 
         return run
 
