@@ -5,6 +5,7 @@ silent, and then is asked and waited for once."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -188,7 +189,7 @@ class Manager(ShardingManager):
         self.trainer: Any = SimpleNamespace(serves_adapter=serves_adapter, device=CPU, name="", model="")
 
     def open_source(self) -> ParameterSource:
-        raise ValueError("no source")
+        raise ValueError(f"no source; garbage is collected: {gc.isenabled()}")
 
 
 @pytest.mark.parametrize(
@@ -206,4 +207,5 @@ def test_a_silent_engine_hears_of_a_failure_once_and_is_waited_for_once(where: s
         asyncio.run(manager.finish(["kv_cache"]) if where == "finish" else manager.update_weights([], 1))
     assert time.monotonic() - started < (2.5 if where == "finish" else 1.5) * WAIT
     text = same_everywhere(str(caught.value))
+    assert gc.isenabled() and (where != "plan" or "no source; garbage is collected: False" in text), text
     assert engine.asked == ([*asked, f"abandon_sync: {text}"] if engine.leader else [])

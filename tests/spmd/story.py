@@ -179,6 +179,12 @@ def failures(rollout: SpmdRollout, source: torch.nn.Module, expected: torch.nn.M
     text = failing(SyncError, rollout.sync_weights, left_out)
     assert "model.layers.1.mlp.down_proj.weight" in text, text
     serves(rollout, source, expected)
+    endpoint = rollout._manager.endpoint
+    endpoint._timeout, bound = 1e-5, endpoint._timeout
+    text = failing(SyncError, rollout.sync_weights, source)
+    assert "SGLang did not answer within 1e-05 s" in text and "timeout_seconds" in text, text
+    endpoint._timeout = bound
+    serves(rollout, source, expected)  # what was answered too late stops no later call
 
 
 def engine_dies(rollout: SpmdRollout) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,10 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2C
 from verl.workers.rollout.sglang_rollout.utils import lora_rank_of
 
 from contract.fsdp_models import ModelConfig
+from contract.sources import open_source
 from fresh_process import python
 from hydra_run import config_of, refused, rollout_of
 from verl_sync_plugin.lora.peft import build_peft_model
-from verl_sync_plugin.lora.settings import unties_embeddings
 
 MODEL = "actor_rollout_ref.model"
 LORA, PEFT = f"{MODEL}.lora", f"{MODEL}.lora.peft"
@@ -155,8 +156,8 @@ def test_either_way_gives_the_flat_keys(given: tuple[str, ...], expected: tuple[
 
 
 def test_without_lora_peft_is_not_imported(tmp_path: Path) -> None:
-    code = "import sys; from verl_sync_plugin.lora import settings; settings.unify({}, {}, None)"
-    assert python(tmp_path, f"{code}; print('peft' in sys.modules)").stdout.strip() == "False"
+    code = "import sys, hydra_run; hydra_run.config_of(); print('peft' in sys.modules)"
+    assert python(tmp_path, code).stdout.splitlines()[-1] == "False"
 
 
 def model_of(settled: DictConfig, tied: bool) -> ModelConfig:
@@ -200,10 +201,15 @@ def test_what_pefts_config_knows_reaches_the_model() -> None:
         ((f"{LORA}.rank=0",), False),
     ],
 )
-def test_the_engine_unties_what_the_adapter_makes_different(given: tuple[str, ...], unties: bool) -> None:
-    model = settled(*adapted(*given))
-    assert unties_embeddings(model_of(model, tied=True)) is unties
-    assert unties_embeddings(model_of(model, tied=False)) is False
+def test_the_head_travels_where_the_adapter_makes_it_different(given: tuple[str, ...], unties: bool) -> None:
+    """The engine unties it then, too."""
+    for tied in (True, False):
+        model = model_of(settled(*adapted(*given)), tied)
+        module = AutoModelForCausalLM.from_config(model.hf_config)
+        module = build_peft_model(module, model) if model.lora_rank else module
+        source = open_source("fsdp2", SimpleNamespace(module=module, model_config=model))
+        sent = {view.name for shard in source.shards() for view in shard.base.views}
+        assert ("lm_head.weight" in sent) is (unties or not tied)
 
 
 # Adapters that the engine serves
