@@ -261,18 +261,15 @@ def test_an_existing_adapter_to_serve(saved: dict[str, Any], targets: str, says:
     rollout_of(*adapted(*given, merge=bool(says)))
 
 
-@pytest.mark.parametrize("kind", [IA3Config, VeraConfig, PromptTuningConfig], ids=lambda kind: kind.__name__)
-def test_an_adapter_that_is_not_lora_is_refused(kind: Any, tmp_path: Path) -> None:
-    kind(task_type="CAUSAL_LM").save_pretrained(tmp_path)
-    for key, strategy, merge in (("lora_adapter_path", "fsdp", True), ("lora.adapter_path", "fsdp2", False)):
-        text = refused(*adapted(f"{MODEL}.{key}={tmp_path}", merge=merge, strategy=strategy))
-        assert f"{MODEL}.lora_adapter_path='{tmp_path}' has peft_type={kind().peft_type.value}" in text
-        assert "Give a LoRA adapter" in text
-
-
 def test_what_of_an_adapters_folder_is_refused(tmp_path: Path) -> None:
     path = f"{MODEL}.lora_adapter_path={tmp_path}"
     assert "it holds no adapter_config.json" in refused(*adapted(path))
+    for kind in (IA3Config, VeraConfig, PromptTuningConfig):
+        kind(task_type="CAUSAL_LM").save_pretrained(tmp_path)
+        for key, strategy, merge in (("lora_adapter_path", "fsdp", True), ("lora.adapter_path", "fsdp2", False)):
+            text = refused(*adapted(f"{MODEL}.{key}={tmp_path}", merge=merge, strategy=strategy))
+            assert f"{MODEL}.lora_adapter_path='{tmp_path}' has peft_type={kind().peft_type.value}" in text
+            assert "Give a LoRA adapter" in text
     LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 2), (1, 2)]).save_pretrained(tmp_path)
     text = refused(*adapted(path))
     assert f"'{tmp_path}' has layer_replication=[[0, 2], [1, 2]]" in text and "without layer_replication" in text
@@ -329,8 +326,9 @@ def test_an_adapted_end(
 
 def test_an_adapted_end_that_is_served_or_of_a_model_on_a_hub(tmp_path: Path) -> None:
     LlamaConfig(**SIZES, architectures=[LLAMA], tie_word_embeddings=False).save_pretrained(tmp_path)
-    assert BY_TORCH[0] in refused(*adapted(f"{MODEL}.path={tmp_path}", EMBEDDING, merge=False))
-    rollout_of(*adapted(f"{MODEL}.path={tmp_path}", EMBEDDING, merge=False, strategy="fsdp"))
+    given = (f"{MODEL}.path={tmp_path}", EMBEDDING)
+    assert BY_TORCH[0] in refused(*adapted(*given, merge=False))
+    rollout_of(*adapted(*given, merge=False, strategy="fsdp"))
     rollout_of(*adapted(f"{MODEL}.path=somebody/on-a-hub", HEAD))
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import math
 import pickle
-from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -46,36 +45,26 @@ OURS = {Role.ActorRollout: "SyncActorRolloutRefWorker", Role.ActorRolloutRef: "S
 
 TRAINER = get_trainer_cls("sync")  # ours; verl's comes after the plugin's mixin
 STOCK = TRAINER.__mro__[2]
-Make = Callable[..., Any]
 
 
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Makes our trainer, of which nothing is set up; these take the place of verl's steps."""
-
-    def made(config: Any, **steps: Any) -> Any:
-        for name, step in steps.items():
-            monkeypatch.setattr(STOCK, name, step)
-        ours: Any = object.__new__(TRAINER)
-        ours.config = config
-        return ours
-
-    return made
+def ours_of(patch: pytest.MonkeyPatch, config: Any, **steps: Any) -> Any:
+    """Our trainer, of which nothing is set up; these take the place of verl's steps."""
+    for name, step in steps.items():
+        patch.setattr(STOCK, name, step)
+    ours: Any = object.__new__(TRAINER)
+    ours.config = config
+    return ours
 
 
-@pytest.fixture
-def begin(make: Make) -> Make:
-    """Makes our trainer, which has chosen its workers."""
+def begun(patch: pytest.MonkeyPatch, config: DictConfig) -> Any:
+    """Our trainer, which has chosen its workers."""
 
     def mapped(ours: Any) -> None:
         ours.role_worker_mapping = {role: ray.remote(worker) for role, worker in WORKERS.items()}
 
-    def begun(config: DictConfig) -> Any:
-        ours = make(config, _init_resource_pool_mgr=mapped)
-        ours._init_resource_pool_mgr()
-        return ours
-
-    return begun
+    ours = ours_of(patch, config, _init_resource_pool_mgr=mapped)
+    ours._init_resource_pool_mgr()
+    return ours
 
 
 def resolved(*overrides: str) -> DictConfig:
@@ -108,41 +97,36 @@ def workers_of(trainer: Any) -> dict[Role, Any]:
     ],
 )
 def test_only_a_plugin_that_is_on_takes_the_workers_that_hold_a_rollout(
-    overrides: tuple[str, ...], ours: bool, shares_gpu: bool | None, begin: Make
+    overrides: tuple[str, ...], ours: bool, shares_gpu: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = begin(resolved(*overrides))
+    trainer = begun(monkeypatch, resolved(*overrides))
     expected = {role: worker.__name__ for role, worker in WORKERS.items()} | (OURS if ours else {})
     assert {role: worker.__name__ for role, worker in workers_of(trainer).items()} == expected
     assert OmegaConf.select(trainer.config, f"{PREFIX}.custom.{SHARES_GPU}") is shares_gpu
     assert not ours or sync_config_of(trainer.config.actor_rollout_ref.rollout) == SyncConfig()
 
 
-def test_a_config_that_no_driver_has_settled_is_settled_by_the_trainer(begin: Make) -> None:
+def test_a_config_that_no_driver_has_settled_is_settled_by_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Composed by a program of the user's or by a multirun, and resolved by verl's task runner."""
-    config = begin(resolved(f"{LORA}.rank=8", f"{LORA}.merge=True")).config
+    config = begun(monkeypatch, resolved(f"{LORA}.rank=8", f"{LORA}.merge=True")).config
     assert config.actor_rollout_ref.model.lora_rank == 8
     with pytest.raises(ValueError, match=r"timeout_seconds=-1"):
-        begin(resolved(f"{KEY_PREFIX}.timeout_seconds=-1"))
+        begun(monkeypatch, resolved(f"{KEY_PREFIX}.timeout_seconds=-1"))
     # verl's flat reference config has none of our keys
     flat: Any = OmegaConf.load(CONFIG_DIR / "_generated_ppo_veomni_trainer.yaml")
     flat.actor_rollout_ref.rollout.name = "sglang"
     OmegaConf.set_struct(flat, True)
-    assert workers_of(begin(flat)) == WORKERS
+    assert workers_of(begun(monkeypatch, flat)) == WORKERS
     assert flat.actor_rollout_ref.rollout.custom.sync.enabled is False
 
 
-@pytest.fixture
-def synced(begin: Make) -> Make:
-    """Makes our worker of a rollout."""
-
-    def made(rollout: Any, backend: str = "naive") -> Any:
-        worker: Any = object.__new__(workers_of(begin(resolved()))[Role.ActorRollout])
-        worker.rollout, worker.layered_summon = rollout, False
-        settings = {"rollout": {"checkpoint_engine": {"backend": backend}, "free_cache_engine": True}}
-        worker.config = OmegaConf.create(settings)
-        return worker
-
-    return made
+def synced(patch: pytest.MonkeyPatch, rollout: Any, backend: str = "naive") -> Any:
+    """Our worker of a rollout."""
+    worker: Any = object.__new__(workers_of(begun(patch, resolved()))[Role.ActorRollout])
+    worker.rollout, worker.layered_summon = rollout, False
+    settings = {"rollout": {"checkpoint_engine": {"backend": backend}, "free_cache_engine": True}}
+    worker.config = OmegaConf.create(settings)
+    return worker
 
 
 @pytest.mark.parametrize(
@@ -150,23 +134,25 @@ def synced(begin: Make) -> Make:
     [(False, "naive", "auto"), (True, "nccl", "auto"), (True, "naive", "nccl"), (True, "naive", "delta_sharded")],
 )
 def test_other_rollouts_and_checkpoint_engines_are_verls(
-    ours: bool, backend: str, mode: str, synced: Make, monkeypatch: pytest.MonkeyPatch
+    ours: bool, backend: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ActorRolloutRefWorker, "update_weights", AsyncMock(return_value="verl's"))
-    made = synced(SimpleNamespace(makes_room=ours), backend)
+    made = synced(monkeypatch, SimpleNamespace(makes_room=ours), backend)
     assert asyncio.run(made.update_weights(7, mode)) == "verl's"
 
 
 # What the trainer logs after a step, and the guard on verl's difference of probabilities
 
 
-def test_active_in_every_step_of_a_run_that_is_ours(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_active_in_every_step_of_a_run_that_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a step without a sync, as verl's separate trainers have them, and never without a replica of ours."""
     reports: list[Any] = [None]
     monkeypatch.setattr(ray, "get", lambda report: report)
     server = SimpleNamespace(take_sync_report=SimpleNamespace(remote=lambda: reports[-1]))
     ours, stock = SimpleNamespace(syncs_weights=True, servers=[server]), SimpleNamespace()
-    stepped = make(None, on_step_end=lambda made: vars(made).update(_pending_sync_metrics={"theirs": 2.0}))
+    stepped = ours_of(
+        monkeypatch, None, on_step_end=lambda made: vars(made).update(_pending_sync_metrics={"theirs": 2.0})
+    )
     stepped.timing_raw = {}
     for replicas, expected in (([stock], {"theirs": 2.0}), ([stock, ours], {"theirs": 2.0, "sync/active": 1.0})):
         stepped.checkpoint_manager = SimpleNamespace(replicas=replicas)
@@ -191,7 +177,7 @@ DIFFERENCE = "training/rollout_probs_diff_mean"
     ],
 )
 def test_a_difference_of_probabilities_beyond_the_key_stops_the_run(
-    most: float | None, mean: float | None, valid: int, said: str, make: Make
+    most: float | None, mean: float | None, valid: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before verl's update of the actor, with step, value and key."""
 
@@ -201,7 +187,7 @@ def test_a_difference_of_probabilities_beyond_the_key_stops_the_run(
 
     config = rollout_config()
     OmegaConf.update(config, f"{PREFIX}.custom.sync.max_probs_diff", most, force_add=True)
-    stepped = make(config, _compute_old_log_prob=compare)
+    stepped = ours_of(monkeypatch, config, _compute_old_log_prob=compare)
     stepped.global_steps = 7
     with pytest.raises(RuntimeError, match=f"step 7: {said}") if said else nullcontext():
         assert stepped._compute_old_log_prob("batch", metrics={}) == "batch scored"
@@ -213,26 +199,22 @@ def test_a_difference_of_probabilities_beyond_the_key_stops_the_run(
 Parts = list[tuple[str, dict[str, Any]]]
 
 
-@pytest.fixture
-def client(make: Make, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Makes ours, of a server whose calls end for these reasons, with these fields; or of another configuration."""
+def client_of(patch: pytest.MonkeyPatch, parts: Parts, config: DictConfig | None = None) -> Any:
+    """The trainer's, of a server whose calls end for these reasons, with these fields."""
 
-    def made(parts: Parts, config: DictConfig | None = None) -> Any:
-        async def generate(**_: Any) -> TokenOutput:
-            reason, fields = parts.pop(0)
-            return TokenOutput(token_ids=[1], log_probs=[0.0], stop_reason=reason, extra_fields=dict(fields))
+    async def generate(**_: Any) -> TokenOutput:
+        reason, fields = parts.pop(0)
+        return TokenOutput(token_ids=[1], log_probs=[0.0], stop_reason=reason, extra_fields=dict(fields))
 
-        server = SimpleNamespace(generate=SimpleNamespace(remote=generate))
-        monkeypatch.setattr(LLMServerClient, "_acquire_server", AsyncMock(return_value=("server", server)))
-        monkeypatch.setattr(LLMServerClient, "_release_server", lambda *_, **__: None)
-        monkeypatch.setattr("verl.workers.rollout.llm_server.asyncio.sleep", AsyncMock())  # before it asks again
+    server = SimpleNamespace(generate=SimpleNamespace(remote=generate))
+    patch.setattr(LLMServerClient, "_acquire_server", AsyncMock(return_value=("server", server)))
+    patch.setattr(LLMServerClient, "_release_server", lambda *_, **__: None)
+    patch.setattr("verl.workers.rollout.llm_server.asyncio.sleep", AsyncMock())  # before it asks again
 
-        def verls(ours: Any) -> Any:
-            return FullyAsyncLLMServerClient(ours.config, only_hybrid=True)
+    def verls(ours: Any) -> Any:
+        return FullyAsyncLLMServerClient(ours.config, only_hybrid=True)
 
-        return make(config or rollout_config(), get_llm_client=verls).get_llm_client()
-
-    return made
+    return ours_of(patch, config or rollout_config(), get_llm_client=verls).get_llm_client()
 
 
 SPANNING = {"global_steps": 7, "min_global_steps": 5, "max_global_steps": 7}
@@ -248,8 +230,10 @@ WHOLE = {"global_steps": 8}
         ([("length", {"global_steps": None})], (None, None)),
     ],
 )
-def test_a_response_names_its_first_and_last_version(parts: Parts, versions: tuple[int, int], client: Make) -> None:
-    output = asyncio.run(client(parts).generate("request", prompt_ids=[1], sampling_params={}))
+def test_a_response_names_its_first_and_last_version(
+    parts: Parts, versions: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = asyncio.run(client_of(monkeypatch, parts).generate("request", prompt_ids=[1], sampling_params={}))
     fields = output.extra_fields
     assert (fields["min_global_steps"], fields["max_global_steps"]) == versions and not parts
 
@@ -263,8 +247,10 @@ def test_a_response_names_its_first_and_last_version(parts: Parts, versions: tup
         ("vllm", "nccl", "FullyAsyncLLMServerClient"),
     ],
 )
-def test_the_trainer_hands_out_ours_for_separate_rollouts(name: str, backend: str, kind: str, client: Make) -> None:
-    found = client([], rollout_config(name, backend))
+def test_the_trainer_hands_out_ours_for_separate_rollouts(
+    name: str, backend: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = client_of(monkeypatch, [], rollout_config(name, backend))
     assert type(found).__name__ == kind and found._only_hybrid
     assert type(pickle.loads(pickle.dumps(found))) is type(found)
 
@@ -278,10 +264,10 @@ def test_the_trainer_hands_out_ours_for_separate_rollouts(name: str, backend: st
     ],
 )
 def test_what_a_dead_server_or_a_failed_sync_leaves_unanswered_is_asked_again(
-    error: Exception, gone: list[str], client: Make
+    error: Exception, gone: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another server gets the request, and the router forgets the one that died."""
-    ours = client([("length", WHOLE)])
+    ours = client_of(monkeypatch, [("length", WHOLE)])
     asked = AsyncMock(side_effect=error)
     first = ("first", SimpleNamespace(generate=SimpleNamespace(remote=asked)))
     acquired: Any = LLMServerClient._acquire_server
@@ -298,9 +284,11 @@ def test_what_a_dead_server_or_a_failed_sync_leaves_unanswered_is_asked_again(
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("place", ["meta", "cpu"])  # a meta tensor is on no host, which is all that is asked
-def test_only_what_is_on_the_device_is_offloaded(place: str, enabled: bool, listed: bool, synced: Make) -> None:
+def test_only_what_is_on_the_device_is_offloaded(
+    place: str, enabled: bool, listed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = torch.nn.ParameterList([torch.empty(4, device=place)])
-    made = synced(rollout := AsyncMock(makes_room=True, make_room_for_weights=Mock()))
+    made = synced(monkeypatch, rollout := AsyncMock(makes_room=True, make_room_for_weights=Mock()))
     made.actor = Mock(engine=Mock(is_param_offload_enabled=enabled, module=[module] if listed else module))
     made.actor.engine.get_per_tensor_param.return_value = (), None
     asyncio.run(made.update_weights(7))
