@@ -62,13 +62,16 @@ def test_the_others_hear_of_a_stream_that_is_not_the_plugins() -> None:
 # Replicas that have died before a sync
 
 
+def actor(**answers: Any) -> Any:
+    """A handle of Ray's, whose calls have answered already, or have failed."""
+    return SimpleNamespace(**{name: SimpleNamespace(remote=lambda it=it: it) for name, it in answers.items()})
+
+
 def replica(rank: int, worker: Any = True, engine: Any = True) -> Any:
-    """Holds what the manager reads of one of verl's replicas, whose actors answer so, or have failed so."""
-    workers, servers = Mock(), Mock()
-    workers.__ray_ready__.remote.return_value = worker
-    servers.engine_alive.remote.return_value = engine
+    """Holds what the manager reads of one of verl's replicas."""
+    workers, servers = [actor(__ray_ready__=worker)], [actor(engine_alive=engine)]
     name = f"server-{rank}"
-    return Mock(replica_rank=rank, server_address=name, _server_handle=None, workers=[workers], servers=[servers])
+    return Mock(replica_rank=rank, server_address=name, _server_handle=None, workers=workers, servers=servers)
 
 
 def answer(reference: Any) -> Any:
@@ -102,7 +105,7 @@ def test_dead_replicas_are_left_out_and_without_any_the_run_ends(monkeypatch: py
     with pytest.raises(ValueError, match="cannot be synced"):  # with everybody alive it is raised at once
         manager.update_weights(4)
     for each in replicas[2:]:
-        each.workers[0].__ray_ready__.remote.return_value = ActorDiedError()
+        each.workers = [actor(__ray_ready__=ActorDiedError())]
     with pytest.raises(RuntimeError, match="every replica of the separate rollout has died; the last: 2, 3"):
         manager.update_weights(5)
     assert taken == [[2, 3]] * 2
