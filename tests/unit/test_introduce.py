@@ -156,7 +156,7 @@ def test_the_widest_dtype_of_which_a_load_makes_anything(sent: torch.dtype) -> N
         "copied": torch.Tensor.copy_,
         "in_place": lambda target, tensor: target.copy_(tensor.add_(1)),  # as SGLang's Gemma does
         "moved": lambda target, tensor: target.copy_(tensor.clone()),
-        "more": lambda target, tensor: target.copy_(tensor + 1),
+        "plus": lambda target, tensor: target.copy_(tensor + 1),
         "read": lambda target, tensor: target.fill_(tensor[0].item()),
         "wide": torch.Tensor.copy_,
     }
@@ -164,7 +164,7 @@ def test_the_widest_dtype_of_which_a_load_makes_anything(sent: torch.dtype) -> N
     model = Pair(each(lambda model, name, tensor: loads[name](getattr(model, name), tensor)), **buffers)
     found = map_of(model, loads, (4,), sent)
     moved = str(sent).removeprefix("torch.")
-    expected = {"copied": "bfloat16", "wide": "float32", "moved": moved, "more": "", "in_place": "", "read": ""}
+    expected = {"copied": "bfloat16", "wide": "float32", "moved": moved, "plus": "", "in_place": "", "read": ""}
     assert wire_dtypes(list(loads), [found]) == expected
 
 
