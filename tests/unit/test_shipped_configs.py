@@ -110,8 +110,11 @@ def without_ours(case: str, mine: Found, verls: Found) -> bool:
             mark = rollout.pop("custom", None)
             assert mark == ({"sync": {"enabled": False}} if rollout.get("name") == "sglang" else None), case
         return False
-    strategy = mine["actor_rollout_ref"]["actor"]["strategy"]
-    assert rollout["name"] == "sglang" and strategy in ("fsdp", "fsdp2", "megatron")
+    assert rollout["name"] == "sglang" and mine["actor_rollout_ref"]["actor"]["strategy"] in (
+        "fsdp",
+        "fsdp2",
+        "megatron",
+    )
     assert case.split()[0] != WITHOUT_SYNC
     assert "${" not in json.dumps([rollout["custom"], rollout["update_weights_bucket_megabytes"]])
     assert rollout["checkpoint_engine"]["update_weights_bucket_megabytes"] == 512 and rollout["multi_stage_wake_up"]
