@@ -49,9 +49,9 @@ class Told(NamedTuple):
 
     @property
     def findings(self) -> dict[str, dict[str, str]]:
-        """On the first node, and on all together, by check."""
+        """Lists the findings on the first node, and on all together, by check; what is wrong before what is ok."""
         every = [*self.found["nodes"][0]["findings"], *self.found["findings"]]
-        return {each["check"]: each for each in every}
+        return {each["check"]: each for each in sorted(every, key=lambda each: each["level"] != "ok")}
 
     @property
     def bad(self) -> dict[str, str]:

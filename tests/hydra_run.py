@@ -42,20 +42,20 @@ def _hydra(config_dir: Path, program: str) -> Iterator[Hydra]:
 def run(
     folder: Path, *overrides: str, name: str = "ppo_trainer", config_dir: Path = CONFIG_DIR, program: str = "main_ppo"
 ) -> DictConfig:
-    """The config that the task function of a run gets. Hydra may write into ``folder``; ``program`` is
-    ``hydra.job.name``, the file name of the main."""
+    """The config that the task function of a run gets. Hydra may write into ``folder``; ``name`` is the config's, and
+    ``program`` the file name of the main."""
     given = [f"hydra.run.dir={folder}", "hydra.output_subdir=null", *overrides]
     with _hydra(config_dir, program) as made:
         config: DictConfig = made.run(name, lambda config: config, given, False).return_value
     return config
 
 
-def multirun(folder: Path, *overrides: str, name: str = "ppo_trainer") -> list[DictConfig]:
+def multirun(folder: Path, *overrides: str) -> list[DictConfig]:
     """The configs that the task function of a multirun gets, one per job."""
     seen: list[DictConfig] = []
     given = [f"hydra.sweep.dir={folder}", "hydra.output_subdir=null", *overrides]
     with _hydra(CONFIG_DIR, "main_ppo") as made:
-        made.multirun(name, seen.append, given, False)
+        made.multirun("ppo_trainer", seen.append, given, False)
     return seen
 
 

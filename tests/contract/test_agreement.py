@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import time
 from concurrent.futures import Future
@@ -11,7 +12,6 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -166,16 +166,21 @@ def test_packs_while_the_engine_resumes_and_a_failure_of_either_is_everybodys() 
 @on_ranks(2, timeout=60)
 def test_a_silent_engine_hears_of_a_failure_once_and_is_waited_for_once(where: str, asked: list[str]) -> None:
     """While it also does not end the load that it was asked for."""
+
+    def unreadable() -> ParameterSource:
+        raise ValueError(f"no source; garbage is collected: {gc.isenabled()}")
+
     engine = Engine()
     manager = ShardingManager(None, engine, SyncConfig(timeout_seconds=WAIT), 1 << 20, CPU)
     serves: Any = SimpleNamespace(serves_adapter=where in ("adapter", "base"), device=CPU, name="", model="")
     manager.trainer, manager._base_sent = serves, where == "adapter"
-    manager.open_source = mock.Mock(side_effect=ValueError("no source"))  # type: ignore[method-assign]
+    manager.open_source = unreadable  # type: ignore[method-assign]
     started = time.monotonic()
     with pytest.raises(SyncError) as caught:
         asyncio.run(manager.finish(["kv_cache"]) if where == "finish" else manager.update_weights([], 1))
     assert time.monotonic() - started < (2.5 if where == "finish" else 1.5) * WAIT
     text = same_everywhere(str(caught.value))
+    assert gc.isenabled() and (where != "plan" or "no source; garbage is collected: False" in text), text
     assert engine.asked == ([*asked, f"abandon_sync: {text}"] if engine.leader else [])
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from typing import Any
 
@@ -181,11 +180,29 @@ def failures(rollout: SpmdRollout, source: torch.nn.Module, expected: torch.nn.M
     serves(rollout, source, expected)
 
 
+def started() -> list[psutil.Process]:
+    """The engine's process, on the rank that has started it."""
+    return [each for each in psutil.Process().children() if any("script_server" in word for word in each.cmdline())]
+
+
+def engine_is_late(rollout: SpmdRollout, source: torch.nn.Module, expected: torch.nn.Module) -> None:
+    """What it answers too late stops no later call."""
+    rollout.release_weights()
+    endpoint = rollout._manager.endpoint
+    endpoint._timeout, bound = 1.0, endpoint._timeout
+    for process in started():
+        process.suspend()
+    text = failing(SyncError, rollout.sync_weights, source)
+    assert "SGLang did not answer within 1 s" in text and "timeout_seconds" in text, text
+    for process in started():
+        process.resume()
+    endpoint._timeout = bound
+    serves(rollout, source, expected)
+
+
 def engine_dies(rollout: SpmdRollout) -> None:
-    if dist.get_rank() == 0:
-        for child in psutil.Process().children():
-            if any("script_server" in word for word in child.cmdline()):
-                child.send_signal(signal.SIGKILL)
+    for process in started():
+        process.kill()
     text = failing(RolloutError, rollout.generate, PROMPTS, GREEDY)
     assert "rank 0: RuntimeError: SGLang's process has ended" in text, text
 
@@ -200,6 +217,7 @@ def main() -> None:
     source = sharded(model(9))
     memory(rollout, source, model(9))
     failures(rollout, source, model(9))
+    engine_is_late(rollout, source, model(9))
     engine_dies(rollout)
     rollout.close()
     assert "TORCHELASTIC_RUN_ID" in os.environ, "not started by torchrun"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the kernel runs, and the two ways to copy."""
+"""Where the kernel runs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,9 @@ IN_THE_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keeps only what needs the kernel in the process of ``test_copies.test_kernel_in_the_interpreter``."""
     if IN_THE_INTERPRETER:
-        uses = {item: {"device", "copies"}.intersection(getattr(item, "fixturenames", ())) for item in items}
-        items[:] = [item for item in items if uses[item] and "by_plain" not in item.name]
-
-
-def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the kernel run in Triton's interpreter."""
-    if not IN_THE_INTERPRETER:
-        pytest.skip("runs in a process of its own")
-    for module in ("copier", "packing"):
-        monkeypatch.setattr(f"verl_sync_plugin.copies.{module}.kernel_works", lambda device: True)
+        items[:] = [
+            item for item in items if "device" in getattr(item, "fixturenames", ()) and "by_plain" not in item.name
+        ]
 
 
 @pytest.fixture
@@ -34,12 +27,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         return "cpu"
     if torch.cuda.is_available():
         return "cuda:0"
-    interpret(monkeypatch)
+    if not IN_THE_INTERPRETER:
+        pytest.skip("runs in a process of its own")
+    for module in ("copier", "packing"):
+        monkeypatch.setattr(f"verl_sync_plugin.copies.{module}.kernel_works", lambda device: True)
     return "cpu"
-
-
-@pytest.fixture
-def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways to copy on a CPU."""
-    if request.param == "by_kernel":
-        interpret(monkeypatch)

@@ -38,15 +38,8 @@ def map_of(model: torch.nn.Module, names: Iterable[str], shape: tuple[int, ...],
 
 
 class Sender:
-    """Three ranks that share out tensors, each cut anywhere or held by all, trained in bf16 or fp32.
-
-    Args:
-        names: of each tensor; of a tied one several.
-        shape: of all of them.
-        bucket_bytes: small ones tear tensors apart.
-        seed: of the cuts.
-        folder: of files that hold the parameters, if these are to be read in place.
-    """
+    """Three ranks that share out tensors of one shape, each cut anywhere or held by all, trained in bf16 or fp32.
+    ``names`` has several of a tied one; files in ``folder`` hold the parameters, if these are to be read in place."""
 
     def __init__(
         self,

@@ -96,24 +96,20 @@ def test_variants_differ_in_bucket_key_and_switches_alone() -> None:
     assert taken["VERL_USE_EXTERNAL_MODULES"] == "other,benchmarks.probe"
 
 
-@pytest.mark.parametrize(
-    ("part", "key", "rate"),
-    [
-        ("", "device_used_bytes", 2**20), ("trainer", "torch_allocated_bytes", 10_000),
+def test_growth_is_found_and_named() -> None:
+    for part, key, rate in (
+        ("", "device_used_bytes", 2**20), ("trainer", "torch_allocated_bytes", 10_000), ("", "seconds", 0.00005),
         ("schedulers", "rss_bytes", 200_000), ("schedulers", "shared_bytes", 1), ("rollout", "fds", 0.1),
-        ("", "seconds", 0.00005),
-    ],
-)  # fmt: skip
-def test_growth_is_found_and_named(part: str, key: str, rate: float) -> None:
-    samples = []
-    for sync in range(10, 201, 10):
-        held = {"rss_bytes": 10**9, "fds": 20, "threads": 10, "shared_bytes": 10**6}
-        sample: dict[str, Any] = {"sync": sync, "seconds": 0.01, "device_used_bytes": 10**10}
-        sample |= {"trainer": {**held, "torch_allocated_bytes": 10**9}, "schedulers": {**held}, "rollout": {**held}}
-        (sample[part] if part else sample)[key] += rate * sync
-        samples.append(sample)
-    (found,) = soak.grown(soak.growth_of(samples, 200, "cuda"))
-    assert found.startswith(f"{part}.{key}".lstrip("."))
+    ):  # fmt: skip
+        samples = []
+        for sync in range(10, 201, 10):
+            held = {"rss_bytes": 10**9, "fds": 20, "threads": 10, "shared_bytes": 10**6}
+            sample: dict[str, Any] = {"sync": sync, "seconds": 0.01, "device_used_bytes": 10**10}
+            sample |= {"trainer": {**held, "torch_allocated_bytes": 10**9}, "schedulers": {**held}, "rollout": {**held}}
+            (sample[part] if part else sample)[key] += rate * sync
+            samples.append(sample)
+        (found,) = soak.grown(soak.growth_of(samples, 200, "cuda"))
+        assert found.startswith(f"{part}.{key}".lstrip("."))
 
 
 def test_the_command_of_a_result_measures_the_same_again() -> None:

@@ -1,39 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``verl-sync doctor`` on the healthy stack and in environments that are really broken, and its judgements of machines
-that cannot all be here; and what ``verl-sync prove`` refuses. Its proofs: ``tests/e2e/test_prove.py``."""
+"""``verl-sync doctor`` on the healthy stack, in environments that are really broken, and on machines and clusters that
+cannot all be here; and what ``verl-sync prove`` refuses. Its proofs: ``tests/e2e/test_prove.py``."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import itertools
 import json
 import os
+import resource
+import runpy
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
-from copy import deepcopy
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import ray
 import torch
 import transformers
+import verl
+from verl.trainer.ppo.v1 import trainer_base
+from verl.workers.rollout import base, replica
 
-from fresh_process import broken, doctor, first_in_path, other_plugin, stand_in
-from verl_sync_plugin.cli import doctor as made
-from verl_sync_plugin.cli import main, probe
-from verl_sync_plugin.cli.doctor import Finding, ok, problem, warning
+from fresh_process import Told, broken, doctor, first_in_path, other_plugin
+from verl_sync_plugin.cli import main
+from verl_sync_plugin.transport import memory
 
 ROOT = Path(__file__).resolve().parents[2]
 SGLANG, ROLLOUT = "actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout"
 COMMAND = f"python -m verl.trainer.main_ppo {SGLANG} actor_rollout_ref.actor.strategy=fsdp2 {ROLLOUT}.dtype=bfloat16"
-READ: dict[str, Any] = {
-    "gpus": ["NVIDIA H200", "NVIDIA H200"], "driver": True, "torch_device": "13.0", "no_peer_access": [],
-    "cuda_ipc": "", "variables": dict.fromkeys((*made.ALLOCATOR_VARIABLES, made.CUMEM)),
-    "shm_bytes": {"size": 64 << 30, "free": 60 << 30}, "nofile": None,
-}  # fmt: skip
-EXPANDABLE = "expandable-segments"
+POLICY, MODULES, PLATFORM = "VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_EXTERNAL_MODULES", "VERL_PLATFORM"
 real = pytest.mark.timeout(400)
 
 
-def bad(found: list[Finding]) -> dict[str, Finding]:
-    return {each.check: each for each in found if each.level != "ok"}
+# In a fresh process
 
 
 @pytest.mark.slow
@@ -44,7 +51,7 @@ def test_healthy_stack_is_ready(tmp_path: Path, tiny_model: Any) -> None:
     model = f"actor_rollout_ref.model.path={tiny_model('qwen2')}"
     told = doctor(tmp_path, "--", *COMMAND.split(), model, f"{ROLLOUT}.quantization=fp8", VERL_PLATFORM="")
     assert told.code == 0 and told.found["ready"] and not told.bad, told.bad
-    assert told.findings["hooks"]["text"] == f"{len(probe.HOOKS)} hooks of verl and SGLang are ours"
+    assert told.findings["hooks"]["text"] == "10 hooks of verl and SGLang are ours"
     assert not [check for check in told.findings if check.startswith("hook/")]
     assert told.findings["overrides"]["text"] == "weight sync on"
     # as the log of a run with it
@@ -55,31 +62,10 @@ def test_healthy_stack_is_ready(tmp_path: Path, tiny_model: Any) -> None:
         "on the host no copy while the engine sleeps"
     )
     node = told.found["nodes"][0]
-    assert node["versions"]["verl"] == "0.9.1" and node["machine"].keys() >= READ.keys()
+    assert node["versions"]["verl"] == "0.9.1"
     text = (ROOT / "docs/doctor.md").read_text()
     words = {*told.found, *node, *node["findings"][0], *(check for check in told.findings if "/" not in check)}
     assert [word for word in sorted(words) if f"`{word}`" not in text] == [], "they are documented"
-
-
-@pytest.mark.parametrize(
-    ("value", "modules", "remedy"),
-    [
-        ("none", "", "VERL_USE_EXTERNAL_PLUGINS=verl_sync_plugin, or unset"),
-        ("theirs, Other", "", "VERL_USE_EXTERNAL_PLUGINS=theirs,other,verl_sync_plugin, or unset"),
-        ("none", made.VALUE, ""),
-        ("theirs,verl_sync_plugin", "", ""),
-    ],
-)
-def test_ways_by_which_verl_finds_the_plugin(
-    value: str, modules: str, remedy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(made.POLICY, value)
-    monkeypatch.setenv(made.MODULES, modules)
-    found = bad([*made.check_entry_points()])
-    assert {check: each.level for check, each in found.items()} == ({"whitelist": "problem"} if remedy else {})
-    assert all(remedy in each.remedy for each in found.values())
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [])  # PYTHONPATH instead of pip
-    assert bad([*made.check_entry_points()])["entry-point"].level == ("warning" if modules else "problem")
 
 
 FIRST = 'from verl.workers.rollout.base import _ROLLOUT_REGISTRY as known; known["sglang", "async"] = "other_plugin.A"'
@@ -99,9 +85,7 @@ LATER = """
 
     wrapt.register_post_import_hook(later, "verl_sync_plugin.hooks.engines")
     """
-
-
-LEAVE_OUT = f"uninstall one of the two plugins, or leave the other one out: {made.POLICY}=verl_sync_plugin"
+LEAVE_OUT = f"uninstall one of the two plugins, or leave the other one out: {POLICY}=verl_sync_plugin"
 STRANGER, BROKEN, AGAIN = (
     "other_plugin.Stranger (of other-plugin)",
     "ImportError: broken on purpose",
@@ -111,15 +95,13 @@ STRANGER, BROKEN, AGAIN = (
 
 @pytest.mark.slow
 @real
-def test_a_plugin_that_is_not_loaded_no_cluster_and_another_version(tmp_path: Path) -> None:
-    path = os.pathsep.join((str(other_plugin(tmp_path, FIRST)), stand_in(tmp_path, "sglang", "0.5.9")))
+def test_a_plugin_that_is_not_loaded_and_no_cluster(tmp_path: Path) -> None:
+    path = first_in_path(other_plugin(tmp_path, FIRST))
     told = doctor(tmp_path, "--ray", "127.0.0.1:1", "--", SGLANG, PYTHONPATH=path)
-    assert told.code == 1 and told.bad == dict.fromkeys(("version/sglang", "import", "ray"), "problem")
+    assert told.code == 1 and told.bad == dict.fromkeys(("import", "ray"), "problem")
     assert "already taken by 'other_plugin.A'" in told.findings["import"]["text"]
     assert told.findings["import"]["remedy"] == LEAVE_OUT
     assert "127.0.0.1:1" in told.findings["ray"]["text"] and "ray start --head" in told.findings["ray"]["remedy"]
-    old = told.findings["version/sglang"]
-    assert old["text"] == "sglang 0.5.9: sglang 0.5.12 or newer is needed" and "sglang==0.5.12" in old["remedy"]
     assert told.found["nodes"][0]["run"]["line"] == "not looked at, since verl does not load the plugin here"
 
 
@@ -146,160 +128,227 @@ def test_a_broken_plugin_is_to_be_installed_again(tmp_path: Path) -> None:
     assert BROKEN in told.findings["import"]["text"] and AGAIN in told.findings["import"]["remedy"]
 
 
+# In this process, on a machine of two GPUs; what would be processes of the doctor's own is done here
+
+
+@pytest.fixture
+def tell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Calls the doctor with these words, as JSON or as text, on such a machine, with such versions, and in such an
+    environment; ``says``: the version in the code of verl."""
+    installed = importlib.metadata.version
+
+    def told(
+        *words: str, gpus: int = 2, cuda: str | None = "13.0", driver: bool = True, peers: bool = True, ipc: str = "",
+        shm: tuple[int, int] = (64 << 30, 60 << 30), nofile: int = resource.RLIM_INFINITY, says: str = "",
+        versions: Any = (), as_text: bool = False, by_pip: bool = True, **environment: str,
+    ) -> Any:  # fmt: skip
+        known = {"torch-memory-saver": "0.0.9", **dict(versions)}
+
+        def run(command: list[str], env: Any = (), **_: Any) -> Any:
+            if command[1] == "-m":
+                with (
+                    mock.patch.dict(os.environ, env), mock.patch.object(sys, "argv", command[2:]),
+                    mock.patch.object(torch.cuda, "is_available", return_value=False), redirect_stdout(StringIO()),
+                ):  # fmt: skip
+                    runpy.run_module(command[2], run_name="__main__")
+            return SimpleNamespace(returncode=bool(ipc), stderr=ipc.encode())
+
+        def version(package: str) -> str:
+            found = known[package] if package in known else installed(package)
+            if found is None:
+                raise importlib.metadata.PackageNotFoundError
+            return found
+
+        with monkeypatch.context() as patch:
+            for name, value in {
+                "is_available": gpus > 0, "device_count": gpus, "get_device_name": "NVIDIA H200", "synchronize": None,
+                "can_device_access_peer": peers,
+            }.items():  # fmt: skip
+                patch.setattr(torch.cuda, name, lambda *_, value=value: value)
+            patch.setattr(torch.version, "cuda", cuda)
+            staging = SimpleNamespace(memory=torch.zeros(1), export=str)
+            patch.setattr(memory, "CudaIpcStaging", lambda *_: staging)
+            patch.setattr(shutil, "which", lambda name: "/bin/nvidia-smi" if driver else None)
+            patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=shm[0], free=shm[1]))
+            patch.setattr(resource, "getrlimit", lambda of: (nofile, nofile))
+            patch.setattr(subprocess, "run", run)
+            patch.setattr(importlib.metadata, "version", version)
+            # verl's own says 0.10.0.dev, and its metadata, as pip writes them, 0.10.0.dev0
+            patch.setattr(verl, "__version__", says or known.get("verl", verl.__version__).replace("dev0", "dev"))
+            if not by_pip:
+                patch.setattr(importlib.metadata, "entry_points", lambda group: [])
+            for name, text in {PLATFORM: "", **environment}.items():
+                patch.setenv(name, text)
+            capsys.readouterr()
+            code = main(["doctor", *([] if as_text else ["--json"]), *words])
+        printed = capsys.readouterr().out
+        return printed if as_text else Told(code, json.loads(printed), "")
+
+    return told
+
+
+ON_CPU = "none is used: verl's platform here is the CPU"
+PROBLEM, WARNING = "problem", "warning"
+
+
 @pytest.mark.parametrize(
-    ("change", "check", "level", "text", "remedy"),
+    ("given", "check", "level", "text", "remedy"),
     [
-        ({"gpus": []}, "gpu", "problem", "sees no GPU", "CUDA_VISIBLE_DEVICES"),
-        ({"gpus": [], "torch_device": None}, "gpu", "problem", "a build without CUDA", "install the torch"),
-        ({"gpus": [], "driver": False}, "gpu", "warning", "only starts runs", "--ray"),
-        ({"no_peer_access": ["0→1", "1→0"]}, "peer-access", "warning", "0→1, 1→0", "nvidia-smi topo"),
-        ({"cuda_ipc": "RuntimeError: CUDA error: invalid"}, "cuda-ipc", "problem", "CUDA error: invalid", "--ipc=host"),
-        ({"shm_bytes": {"size": 64 << 20, "free": 64 << 20}}, "shm", "problem", "0.1 GiB", "--shm-size"),
-        ({"shm_bytes": {"size": 64 << 30, "free": 1 << 20}}, "shm", "warning", "0.0 GiB", "ls -la /dev/shm"),
-        ({"variables": {"PYTORCH_ALLOC_CONF": "a, expandable_segments : True"}}, EXPANDABLE, "problem", "", "take"),
-        ({"variables": {"NCCL_CUMEM_ENABLE": "1"}}, "nccl-cumem", "warning", "sets it to 0", "unset"),
-        ({"nofile": 512}, "ulimit/nofile", "warning", "nofile is 512", "ulimit -n 65536"),
+        ({}, "gpu", "ok", "2 × NVIDIA H200; CUDA 13.0", ""),
+        ({"gpus": 0}, "gpu", PROBLEM, "sees no GPU", "CUDA_VISIBLE_DEVICES"),
+        ({"gpus": 0, "cuda": None, PLATFORM: "nvidia"}, "gpu", PROBLEM, "a build without CUDA", "install the torch"),
+        ({"gpus": 0, "driver": False}, "gpu", WARNING, "only starts runs", "--ray"),
+        ({"peers": False}, "peer-access", WARNING, "0→1, 1→0", "nvidia-smi topo"),
+        ({"ipc": "RuntimeError: CUDA error: invalid"}, "cuda-ipc", PROBLEM, "CUDA error: invalid", "--ipc=host"),
+        ({"shm": (64 << 20, 64 << 20)}, "shm", PROBLEM, "0.1 GiB", "--shm-size"),
+        ({"shm": (64 << 30, 1 << 20)}, "shm", WARNING, "0.0 GiB", "ls -la /dev/shm"),
+        ({"PYTORCH_ALLOC_CONF": "a, expandable_segments : True"}, "expandable-segments", PROBLEM, "", "take"),
+        ({"NCCL_CUMEM_ENABLE": "1"}, "nccl-cumem", WARNING, "sets it to 0", "unset"),
+        ({"nofile": 512}, "ulimit/nofile", WARNING, "nofile is 512", "ulimit -n 65536"),
+        ({"versions": {"torch-memory-saver": None}}, "version/torch-memory-saver", PROBLEM, "", "pip install torch"),
+        # the quickstart's environment needs no variable
+        ({"gpus": 0, "cuda": None}, "gpu", "ok", ON_CPU, ""),
+        ({"gpus": 0, PLATFORM: "CPU "}, "gpu", "ok", ON_CPU, ""),
+        # ways by which verl finds the plugin
+        ({POLICY: "none"}, "whitelist", PROBLEM, "", f"{POLICY}=verl_sync_plugin, or unset"),
+        ({POLICY: "theirs, Other"}, "whitelist", PROBLEM, "", f"{POLICY}=theirs,other,verl_sync_plugin, or unset"),
+        ({POLICY: "none", MODULES: "verl_sync_plugin.plugin"}, "entry-point", "ok", "in verl.plugins", ""),
+        ({POLICY: "theirs,verl_sync_plugin"}, "entry-point", "ok", "in verl.plugins", ""),
+        ({"by_pip": False}, "entry-point", PROBLEM, "", "instead of PYTHONPATH"),
+        ({"by_pip": False, MODULES: "verl_sync_plugin.plugin"}, "entry-point", WARNING, "", "on every node, too"),
+        # versions
+        *(
+            ({"versions": {package: version}}, f"version/{package}", level, version, "pip install" * (level != "ok"))
+            for package, level, versions in (
+                ("verl", "ok", ("0.9.0", "0.9", "0.9.1+ours")), ("verl", WARNING, ("0.10.0.dev0", "0.10.0rc1")),
+                ("verl", PROBLEM, ("0.8.0", "0.11.0", "of-our-own")), ("sglang", "ok", ("0.5.23",)),
+                ("sglang", WARNING, ("0.5.17",)),
+            )
+            for version in versions
+        ),
+        ({"versions": {"sglang": "0.5.9"}}, "version/sglang", PROBLEM, "0.5.12 or newer is needed", "sglang==0.5.12"),
+        ({"says": "0.8.0"}, "version/verl", PROBLEM, "the code that is imported says 0.8.0", "keep one installation"),
+    ],
+)  # fmt: skip
+def test_a_machine_and_an_environment(
+    given: dict[str, Any], check: str, level: str, text: str, remedy: str, tell: Callable[..., Told]
+) -> None:
+    if given.get("driver") is False and Path("/proc/driver/nvidia").exists():
+        pytest.skip("there is a driver here")
+    told = tell(**given)
+    assert told.bad == ({check: level} if level != "ok" else {})
+    assert text in told.findings[check]["text"] and remedy in told.findings[check]["remedy"]
+
+
+def raising(code: str, file: str = "/x.py") -> Any:
+    """A registry of verl's that fails in a file; what it names need not be there."""
+
+    def fails(*_: object) -> None:
+        exec(compile(f"raise {code}", file, "exec"))
+
+    return SimpleNamespace(items=fails, get=fails)
+
+
+@pytest.mark.parametrize(
+    ("code", "file", "remedy"),
+    [
+        ("ImportError('libcuda')", "/x/site-packages/sgl_kernel/y.py", "install a sgl_kernel that fits the torch"),
+        ("ImportError('x')", "/x/verl_sync_plugin/y.py", AGAIN),
+        ("AssertionError('Key already registed')", "/x.py", "uninstall one of the two plugins"),
+        ("ModuleNotFoundError('No module', name='megatron.core.x')", "/x.py", "install what 'megatron' belongs to"),
     ],
 )
-def test_machine(change: dict[str, Any], check: str, level: str, text: str, remedy: str) -> None:
-    assert not bad([*made.check_machine(READ, on_cpu=False)])
-    read = deepcopy(READ) | change
-    read["variables"] = READ["variables"] | read["variables"]
-    (found,) = bad([*made.check_machine(read, on_cpu=False)]).values()
-    assert (found.check, found.level) == (check, level) and text in found.text and remedy in found.remedy
-
-
-def hooks_of(versions: dict[str, str | None] | None = None, **hooks: Any) -> dict[str, Finding]:
-    return bad([*probe.check_hooks(hooks, made.installed() | (versions or {}))])
-
-
-def raising(code: str, file: str = "/x.py") -> Callable[[], Any]:
-    """A hook that fails in a file; what it names need not be there."""
-    return lambda: exec(compile(f"raise {code}", file, "exec"))
-
-
-FAILS = {
-    ("ImportError('libcuda.so.1')", "/x/site-packages/sgl_kernel/y.py"): "install a sgl_kernel that fits the torch",
-    ("ImportError('x')", "/x/verl_sync_plugin/y.py"): "pip install --force-reinstall",
-    ("AssertionError('Key already registed')", "/x.py"): "uninstall one of the two plugins",
-    ("ModuleNotFoundError('No module', name='megatron.core.x')", "/x.py"): "install what 'megatron' belongs to",
-}
-
-
-def test_what_to_do_about_a_hook_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_to_do_about_a_hook_that_fails(
+    code: str, file: str, remedy: str, tell: Callable[..., Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Hooks of the engine need a GPU to be judged."""
-    for where, remedy in FAILS.items():
-        (found,) = hooks_of(trainers=raising(*where)).values()
-        assert (found.check, found.level) == ("hook/trainers", "problem") and remedy in found.remedy
-    monkeypatch.setenv(made.PLATFORM, "")
-    (found,) = hooks_of(**{"rollout-adapter": raising(*where)}).values()
-    assert found.level == "warning" and "on a node with GPUs" in found.remedy
+    monkeypatch.setattr(trainer_base, "TRAINER_REGISTRY", raising(code, file))
+    monkeypatch.setattr(base, "_ROLLOUT_REGISTRY", raising("KeyError()"))
+    told = tell()
+    assert told.bad == {"hook/trainers": PROBLEM, "hook/rollout-adapter": WARNING}
+    assert remedy in told.findings["hook/trainers"]["remedy"]
+    assert "on a node with GPUs" in told.findings["hook/rollout-adapter"]["remedy"]
 
 
-def test_one_cause_is_one_finding() -> None:
+def test_one_cause_is_one_finding(tell: Callable[..., Told], monkeypatch: pytest.MonkeyPatch) -> None:
     """A torchvision that does not fit torch keeps transformers, and with it most hooks, from being imported."""
     nms = compile("raise RuntimeError('nms')", "/x/site-packages/torch/library.py", "exec")
     vision = compile("exec(nms)", "/x/site-packages/torchvision/ops.py", "exec")
 
-    def hook() -> None:
+    def fails(*_: object) -> None:
         try:
             exec(vision, {"nms": nms})
         except RuntimeError as error:
             raise ModuleNotFoundError("Could not import module 'A'") from error
 
-    hooks = {"hydra-keys": tuple, "trainers": hook, "rollout-adapter": hook}
+    monkeypatch.setattr(trainer_base, "TRAINER_REGISTRY", SimpleNamespace(items=fails))
+    monkeypatch.setattr(base, "_ROLLOUT_REGISTRY", SimpleNamespace(get=fails))
     absent = raising("ModuleNotFoundError('No module', name='sglang.srt')")
-    (found,) = hooks_of({"sglang": None}, **hooks, **{"rollout-replica": absent}).values()
-    assert (found.check, found.level) == ("hook/trainers", "problem")
-    assert found.text.startswith("not active, nor rollout-adapter: ModuleNotFoundError: Could not import module 'A'")
-    assert "RuntimeError: nms" in found.text and found.remedy.startswith("install a torchvision that fits the torch")
-    assert "hook/rollout-replica" in hooks_of({"sglang": "0.5.12"}, **hooks, **{"rollout-replica": absent})
+    monkeypatch.setattr(replica.RolloutReplicaRegistry, "_registry", absent)
+    assert tell().bad.keys() == {"hook/trainers", "hook/rollout-replica"}
+    told = tell(versions={"sglang": None})
+    assert told.bad == dict.fromkeys(("version/sglang", "hook/trainers"), PROBLEM), "its version says that already"
+    found = told.findings["hook/trainers"]
+    assert found["text"].startswith("not active, nor rollout-adapter: ModuleNotFoundError: Could not import module 'A'")
+    assert "RuntimeError: nms" in found["text"]
+    assert found["remedy"].startswith("install a torchvision that fits the torch")
+
+
+def test_a_cluster_whose_nodes_differ(tell: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a real Ray: ``e2e/test_doctor_cluster.py``. Both nodes have one verl and one Python, as PEP 440 has it."""
+    plugin, versions = "verl-sync-plugin", tell().found["nodes"][0]["versions"]
+    one = {**versions, "verl": "0.9.1.dev", "python": "3.12", "peft": "1", plugin: "0.2.0 (1a2b3c4d5e6f)"}
+    two = {**one, "verl": "0.9.1.dev0", "python": "3.12.0", "peft": None, plugin: "0.2.0 (0a2b3c4d5e6f)"}
+    breaks = [{"level": PROBLEM, "check": "gpu", "text": "it broke", "remedy": "mend it"}]
+    asked = itertools.cycle(({"versions": one, "findings": []}, {"versions": two, "findings": breaks}))
+    task = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: next(asked)))
+    nodes = [
+        {"NodeID": f"{n}" * 56, "NodeManagerHostname": f"n{n}", "NodeManagerAddress": f"10.0.0.{n}", "Alive": n < 3}
+        for n in (1, 2, 3)
+    ]
+    for name, does in {
+        "init": lambda *_, **__: None, "nodes": lambda: nodes, "remote": lambda **_: lambda call: task,
+        "get": lambda answer, timeout: answer, "shutdown": lambda: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(ray, name, does)
+    between = {each["check"]: (each["level"], each["text"]) for each in tell("--ray").found["findings"]}
+    assert between.keys() == {"nodes/verl", "nodes/python", "nodes/peft", f"nodes/{plugin}"}, "from this machine's"
+    assert between["nodes/verl"][1].endswith("; 0.9.1.dev on n1 (111111), n2 (222222)")
+    assert between["nodes/peft"][0] == WARNING and "none on n2 (222222)" in between["nodes/peft"][1]
+    assert between[f"nodes/{plugin}"][0] == PROBLEM and "0.2.0 (0a2b3c4d5e6f) on n2" in between[f"nodes/{plugin}"][1]
+    text = tell("--ray", as_text=True)
+    parts = ("n2 (222222) 10.0.0.2", "PROBLEM  gpu: it broke", "→ mend it", "WARNING  nodes/peft: ", "not ready, probl")
+    assert all(part in text for part in parts), text
+    assert "\nready, " in tell(as_text=True)
 
 
 @pytest.mark.parametrize(
-    ("given", "change", "platform"),
+    ("words", "level", "text", "remedy"),
     [
-        (None, {"torch_device": None, "gpus": []}, "cpu"), ("", {"torch_device": None, "gpus": []}, "cpu"),
-        ("CPU ", {}, "cpu"), (None, {}, ""), (None, {"gpus": []}, ""), ("nvidia", {"torch_device": None}, "nvidia"),
-    ],
-)  # fmt: skip
-def test_the_quickstarts_environment_needs_no_variable(
-    given: str | None, change: dict[str, Any], platform: str
-) -> None:
-    assert made.platform_of(given, READ | change) == platform
-
-
-@pytest.mark.parametrize(
-    ("package", "version", "level"),
-    [
-        ("verl", "0.8.0", "problem"), ("verl", "0.9.0", ""), ("verl", "0.9", ""), ("verl", "0.10.0.dev0", "warning"),
-        ("verl", "0.9.1+ours", ""), ("verl", "0.11.0", "problem"), ("verl", "0.10.0rc1", "warning"),
-        ("verl", "of-our-own", "problem"), ("sglang", "0.5.9", "problem"), ("sglang", "0.5.17", "warning"),
-        ("sglang", "0.5.23", ""),
-    ],
-)  # fmt: skip
-def test_versions(package: str, version: str, level: str) -> None:
-    """verl's own says ``0.10.0.dev``, and its metadata, as pip writes them, ``0.10.0.dev0``: that is one version."""
-    here = {**made.installed(), package: version}
-    imported: made.Versions = {package: version.removesuffix("0") if "dev" in version else version}
-    found = bad([*made.check_versions(here, imported)])
-    assert [each.level for each in found.values()] == ([level] if level else [])
-    found = bad([*made.check_versions(made.installed(), {"verl": "0.8.0"})])
-    assert "the code that is imported says 0.8.0" in found["version/verl"].text
-
-
-def test_differences_between_nodes() -> None:
-    a, b = {"torch": "2.11", "peft": "1", "ray": "2"}, {"torch": "2.12", "peft": None, "ray": "2"}
-    found = {each.check: each for each in made.differences([("one", a), ("two", b), ("three", a)])}
-    assert found.keys() == {"nodes/torch", "nodes/peft"}
-    assert found["nodes/torch"].level == "problem" and "2.11 on one, three; 2.12 on two" in found["nodes/torch"].text
-    assert found["nodes/peft"].level == "warning" and "none on two" in found["nodes/peft"].text
-    one, two = {"verl": "0.10.0.dev", "python": "3.12"}, {"verl": "0.10.0.dev0", "python": "3.12.0"}
-    assert made.differences([("one", one), ("two", two)]) == [], "as PEP 440 compares them"
-    one, two = {made.PLUGIN: "0.2.0 (1a2b3c4d5e6f)"}, {made.PLUGIN: "0.2.0 (0a2b3c4d5e6f)"}
-    (differ,) = made.differences([("one", one), ("two", two)])
-    assert differ.level == "problem" and "0.2.0 (1a2b3c4d5e6f) on one" in differ.text
-
-
-@pytest.mark.parametrize(
-    ("override", "level", "text", "remedy"),
-    [
-        (f"{ROLLOUT}.dtype=int8", "problem", "dtype='int8': not a dtype of SGLang's weights", "bfloat16"),
-        (f"{ROLLOUT}.custom.sync.timeout_secs=3", "problem", "timeout_secs=3: unknown key", "sync.timeout_seconds"),
-        (f"{ROLLOUT}.bogus=1", "problem", "bogus", "+"),
-        ("--config-name=nothing", "problem", "nothing", "correct key"),
-        ("--config-dir=/x", "problem", "--config-dir=/x: only overrides", "Leave it out"),
-        ("notakey", "problem", "notakey", "correct key or value"),
-        (f"{ROLLOUT}.name=vllm", "problem", "name=vllm: the plugin does not serve this rollout", "one of: sglang"),
-        ("actor_rollout_ref.actor.strategy=veomni", "problem", "weight sync NOT IN USE", "leave that key out"),
-        (f"{ROLLOUT}.custom.sync.enabled=False", "warning", "stock verl moves the weights", "leave out"),
-        ("actor_rollout_ref.model.path=/no/such/model", "warning", "no such folder", "correct the path"),
+        (f"{ROLLOUT}.dtype=int8", PROBLEM, "dtype='int8': not a dtype of SGLang's weights", "bfloat16"),
+        (f"{ROLLOUT}.custom.sync.timeout_secs=3", PROBLEM, "timeout_secs=3: unknown key", "sync.timeout_seconds"),
+        (f"{ROLLOUT}.bogus=1", PROBLEM, "bogus", "+"),
+        ("--config-name=nothing", PROBLEM, "nothing", "correct key"),
+        ("--config-dir=/x", PROBLEM, "--config-dir=/x: only overrides", "Leave it out"),
+        ("notakey", PROBLEM, "notakey", "correct key or value"),
+        (f"{ROLLOUT}.name=vllm", PROBLEM, "name=vllm: the plugin does not serve this rollout", "one of: sglang"),
+        ("actor_rollout_ref.actor.strategy=veomni", PROBLEM, "weight sync NOT IN USE", "leave that key out"),
+        (f"{ROLLOUT}.custom.sync.enabled=False", WARNING, "stock verl moves the weights", "leave out"),
+        ("actor_rollout_ref.model.path=/no/such/model", WARNING, "no such folder", "correct the path"),
         ("+sync=colocated", "", "", ""),  # and no word of verl's default model, which nobody named
-        ("actor_rollout_ref.model.path=Nobody/model", "warning", "is not known here", "hf download Nobody/model"),
+        ("actor_rollout_ref.model.path=Nobody/model", WARNING, "is not known here", "hf download Nobody/model"),
+        # whole commands
+        ("python3 -m verl.trainer.main_ppo --config-name ppo_megatron_trainer ~trainer.logger", "", "", ""),
+        ("x/main_generation_server.py -cn ppo_trainer.yaml", WARNING, "stock verl moves the weights", "leave out"),
     ],
 )
-def test_overrides(override: str, level: str, text: str, remedy: str) -> None:
-    found = bad([Finding(**each) for each in probe.lint([SGLANG, override])["findings"]])
-    assert [each.level for each in found.values()] == ([level] if level else []), found
-    for each in found.values():
-        assert text in each.text and remedy in each.remedy and "\n" not in each.text, each
-
-
-def test_a_whole_command_is_taken_apart() -> None:
-    words = ["python3", "-m", "verl.trainer.main_ppo", "--config-name", "ppo_megatron_trainer", "a=1", "+b=2", "~c"]
-    assert probe.parse(words) == ("main_ppo", "ppo_megatron_trainer", ["a=1", "+b=2", "~c"])
-    assert probe.parse(["x/main.py", "-cn", "y.yaml", "a=1"]) == ("main", "y", ["a=1"])
-
-
-def test_page() -> None:
-    one = {"node": "one", "address": "", "versions": {"verl": "0.9.1", "peft": None}, "findings": [vars(ok("a", "b"))]}
-    two = {"node": "two", "address": "10.0.0.2", "versions": {}, "findings": [vars(problem("b", "broken", "mend it"))]}
-    found = made.result([one, two], [warning("nodes/x", "differs", "align")])
-    assert (found["ready"], found["level"], found["problems"], found["warnings"]) == (False, "problem", 1, 1)
-    text = made.as_text(found)
-    parts = ("two 10.0.0.2", "PROBLEM  b: broken", "→ mend it", "WARNING  nodes/x: differs", "not ready, problems: 1")
-    assert all(part in text for part in parts), text
-    assert "\nready, " in made.as_text(made.result([one], []))
+def test_overrides(words: str, level: str, text: str, remedy: str, tell: Callable[..., Told]) -> None:
+    first, *rest = words.split()
+    told = tell("--", *((first, *rest, SGLANG) if rest else (SGLANG, first)))
+    assert [*told.bad.values()] == ([level] if level else []), told.bad
+    for check in told.bad:
+        found = told.findings[check]
+        assert text in found["text"] and remedy in found["remedy"] and "\n" not in found["text"], found
 
 
 # ``verl-sync prove``

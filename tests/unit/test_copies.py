@@ -215,9 +215,8 @@ def shards(rank: int, seed: int = 0) -> list[Shard]:
     ]
 
 
-@pytest.mark.parametrize("copies", ["by_kernel"], indirect=True)
 @pytest.mark.parametrize(("bucket_bytes", "sharded"), [(1 << 20, False), (3000, True), (800, False), (800, True)])
-def test_tables_pack_what_slices_pack(bucket_bytes: int, sharded: bool, copies: None) -> None:
+def test_tables_pack_what_slices_pack(bucket_bytes: int, sharded: bool, device: str) -> None:
     plan = plan_buckets(tuple(shard.base for shard in shards(0)), bucket_bytes, sharded)
     numbers = numbers_of(bucket.entries for bucket in plan.buckets)
     for rank in range(WORLD):

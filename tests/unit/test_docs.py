@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from omegaconf import OmegaConf
 from test_shipped_configs import mains
 from verl.trainer.ppo.utils import need_critic
 
@@ -48,7 +49,7 @@ UPSTREAM = ("core/inference/contexts/dynamic_context.py",)
 
 
 def text_of(page: Path) -> str:
-    return GONE.sub("", page.read_text(encoding="utf-8"))
+    return GONE.sub("", page.read_text())
 
 
 def missing_paths(text: str, *folders: Path) -> list[str]:
@@ -59,7 +60,7 @@ def missing_paths(text: str, *folders: Path) -> list[str]:
 
 def heading_anchors(page: Path) -> set[str]:
     """The anchors that GitHub gives to the headings of a page."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -77,7 +78,7 @@ def test_what_a_page_or_a_docstring_names_exists(page: Path) -> None:
 
 
 def test_every_key_is_documented_and_every_documented_key_exists() -> None:
-    text = (ROOT / "docs" / "keys.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "keys.md").read_text()
     section = text.partition("## The sync")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.MULTILINE)
     fields = {field.name: field.default for field in msgspec.structs.fields(SyncConfig)}
@@ -92,14 +93,14 @@ def test_every_key_is_documented_and_every_documented_key_exists() -> None:
 
 def test_pages_are_short_and_have_what_their_kind_has() -> None:
     """A page for users four sections; a chapter a picture and its place in the list."""
-    assert (ROOT / "README.md").read_text(encoding="utf-8").count("\n") <= 120
-    listed = LINK.findall((DESIGN / "README.md").read_text(encoding="utf-8"))
+    assert (ROOT / "README.md").read_text().count("\n") <= 120
+    listed = LINK.findall((DESIGN / "README.md").read_text())
     for chapter in sorted(DESIGN.glob("*.md")):
-        text = chapter.read_text(encoding="utf-8")
+        text = chapter.read_text()
         assert len(text.splitlines()) <= 120, chapter
         assert chapter.name == "README.md" or (chapter.name in listed and "```mermaid" in text[:200]), chapter
     for page in USER_PAGES:
-        text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+        text = (ROOT / "docs" / f"{page}.md").read_text()
         assert all(f"\n## {each}\n" in text for each in ("When to use", "Turn on", "What it costs", "Limits")), page
 
 
@@ -113,30 +114,16 @@ def test_sentences_are_short(page: Path) -> None:
     assert page.name == "CHANGELOG.md" or [each for each in sentences if len(each.split()) > 25] == []
 
 
-def test_the_walk_names_every_file_once() -> None:
-    text = (ROOT / "docs" / "one-weight.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d+|–) \| `([\w/]+\.py)` \|", text, re.MULTILINE)
-    files = [file for _, file in rows]
-    numbers = [int(number) for number, _ in rows if number != "–"]
-    assert len(files) == len(set(files)) and all((PACKAGE / file).is_file() for file in files)
-    assert numbers == list(range(1, len(numbers) + 1)) and 15 <= len(numbers) <= 27
-    walk = text.partition("<!-- files:begin -->")[0]
-    assert not {file for file in files if walk.count(f"`{file}`") > 1}
-
-
 # The tables that ``make families`` and ``make releases`` write are those of the tests and of the pinned stack
 
 
-def test_every_release_has_its_row_of_this_stack_and_the_readme_names_it() -> None:
+def test_every_release_and_family_has_its_row_and_the_readme_names_the_releases() -> None:
     found = rows()
     pages.check(PAGE, "releases", table(found))
     packages = {release: tuple(re.findall(r"`([^`]+)`", row.split(" | ")[1])) for release, row in found.items()}
     assert packages == {release: tuple(names) for release, names in RELEASES.items()}, "write it again: make releases"
     tested = re.search(r"Tested with verl \S+; SGLang ([^;]+);", (ROOT / "README.md").read_text())
     assert tested is not None and re.findall(r"\d+\.\d+\.\d+", tested[1]) == list(RELEASES)
-
-
-def test_every_family_has_its_row() -> None:
     _, _, *lines = pages.part((ROOT / "docs" / "families.md").read_text(), "families").splitlines()
     names = [name for line in lines for name in line.split(" | ")[0].strip("| ").split("; ")]
     assert sorted(names) == sorted(FAMILIES), "write it again: make families"
@@ -159,13 +146,13 @@ def blocks(language: str) -> list[Any]:
     return [
         pytest.param(match[2], id=f"{page.name}:{text[: match.start()].count(chr(10)) + 1}")
         for page in OF_COMMANDS
-        for text in [page.read_text(encoding="utf-8")]
+        for text in [page.read_text()]
         for match in BLOCK.finditer(text)
         if match[1] == language
     ]
 
 
-SCRIPTS = [pytest.param(file.read_text(encoding="utf-8"), id=file.name) for file in ROOT.glob("examples/slurm/*")]
+SCRIPTS = [pytest.param(file.read_text(), id=file.name) for file in ROOT.glob("examples/slurm/*")]
 
 
 def overrides_of(words: list[str], folder: Path) -> list[str]:
@@ -245,9 +232,9 @@ def test_python_block_runs(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_messages_that_troubleshooting_quotes_are_in_the_code() -> None:
-    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
     rows = re.findall(r"^\| ([^|]*`[^|]*) \|", text, re.MULTILINE)
-    code = "".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "verl_sync_plugin").rglob("*.py")))
+    code = "".join(file.read_text() for file in sorted((ROOT / "verl_sync_plugin").rglob("*.py")))
     # Texts that are cut into lines in the code, and those with values, are compared without both
     code = re.sub(r"\{[A-Z]\w*\}", "KEY", re.sub(r'"\s*\n\s*f?"', "", code))
     quoted = [each for row in rows for each in re.findall(r"`([^`]+)`", row)]
@@ -260,22 +247,20 @@ def test_messages_that_troubleshooting_quotes_are_in_the_code() -> None:
 @pytest.mark.slow
 def test_verl_reads_and_rewards_a_row_of_the_example_data(tmp_path: Path, tiny_model: Any) -> None:
     import datasets
-    from omegaconf import OmegaConf
     from transformers import AutoTokenizer
     from verl.utils.dataset.rl_dataset import RLHFDataset
     from verl.utils.reward_score import default_compute_score
 
     row = runpy.run_path(str(ROOT / "examples" / "data" / "gsm8k.py"))["row"]
     made = row("How many did she sell?", "She sold 1,200 + 34 of them.\n#### 1,234", "train", 3)
-    path = tmp_path / "train.parquet"
-    datasets.Dataset.from_list([made]).to_parquet(str(path))
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model("qwen2"))
+    datasets.Dataset.from_list([made]).to_parquet(str(tmp_path / "train.parquet"))
     settings = OmegaConf.create({"max_prompt_length": 512, "cache_dir": str(tmp_path)})
-    read = RLHFDataset(str(path), tokenizer, settings)[0]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model("qwen2"))
+    read = RLHFDataset(str(tmp_path / "train.parquet"), tokenizer, settings)[0]
     assert "How many did she sell?" in str(read["raw_prompt"]) and read["index"] == 3
-    truth = read["reward_model"]["ground_truth"]
-    assert default_compute_score(read["data_source"], "... so it is\n#### 1234", truth) == 1.0
-    assert default_compute_score(read["data_source"], "... so it is\n#### 1235", truth) == 0.0
+    for answer, reward in (("1234", 1.0), ("1235", 0.0)):
+        said = f"... so it is\n#### {answer}"
+        assert default_compute_score(read["data_source"], said, read["reward_model"]["ground_truth"]) == reward
     with pytest.raises(ValueError, match="test 7"):
         row("?", "no number", "test", 7)
 
@@ -309,27 +294,23 @@ def quickstart(folder: Path, **environment: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
 
 
-def test_it_ends_with_five_lines_and_leaves_log_and_page(tmp_path: Path) -> None:
+def test_the_quickstart_ends_with_five_lines_and_leaves_log_and_page_or_shows_the_end_of_the_log(
+    tmp_path: Path,
+) -> None:
+    """Without syncs, or with a file of the user's for the reports, it makes no page."""
     ended, work = quickstart(tmp_path), tmp_path / "work"
-    assert ended.returncode == 0, ended.stderr
     first, sync, one, two, *last = ended.stdout.splitlines()
-    assert str(work / "run.log") in first and [one, two] == ["step:1 ", "step:2 "]
+    assert ended.returncode == 0 and str(work / "run.log") in first and [one, two] == ["step:1 ", "step:2 "]
     assert sync == "[verl-sync-plugin] pid 7 sync of step 1: 0.250 s, 27 tensors, 0.23 MB, direct, hashed 27"
     parts = ("quickstart: reached step 2", "sync of step 1: 0.250 s", f"{work}/sync-report.html", f"{work}/run.log")
     assert all(part in line for part, line in zip((*parts, "verl-sync doctor"), last, strict=True))
     assert "a line of somebody else's" in (work / "run.log").read_text()
-    assert "<html" in (work / "sync-report.html").read_text()
-
-
-@pytest.mark.parametrize("shown", ["plugin", "all"])
-def test_without_syncs_or_a_file_of_its_own_it_makes_no_page(shown: str, tmp_path: Path) -> None:
-    ended = quickstart(tmp_path, SYNCS="no", SHOW=shown, VERL_SYNC_REPORT_FILE=f"{tmp_path}/mine.jsonl")
-    assert ended.returncode == 0 and ("somebody else's" in ended.stdout) is (shown == "all")
-    assert "stock verl moved the weights" in ended.stdout and f"{tmp_path}/mine.jsonl" in ended.stdout
-    assert not (tmp_path / "work" / "sync-report.html").exists()
-
-
-@pytest.mark.parametrize(("ends", "words", "code"), [("3", "step:2 - a", 3), ("0", "no more steps", 1)])
-def test_a_failure_shows_the_end_of_the_log(ends: str, words: str, code: int, tmp_path: Path) -> None:
-    ended = quickstart(tmp_path, ENDS=ends, WORDS=words)
-    assert ended.returncode == code and "somebody else's" in ended.stderr and "reached" not in ended.stdout
+    (work / "sync-report.html").unlink()
+    for shown in ("plugin", "all"):
+        ended = quickstart(tmp_path, SYNCS="no", SHOW=shown, VERL_SYNC_REPORT_FILE=f"{tmp_path}/mine.jsonl")
+        assert ended.returncode == 0 and ("somebody else's" in ended.stdout) is (shown == "all")
+        assert "stock verl moved the weights" in ended.stdout and f"{tmp_path}/mine.jsonl" in ended.stdout
+    assert not (work / "sync-report.html").exists()
+    for ends, words, code in (("3", "step:2 - a", 3), ("0", "no more steps", 1)):
+        ended = quickstart(tmp_path, ENDS=ends, WORDS=words)
+        assert ended.returncode == code and "somebody else's" in ended.stderr and "reached" not in ended.stdout

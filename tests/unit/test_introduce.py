@@ -27,7 +27,7 @@ class Pair(torch.nn.Module):
         for name in ("a", "b"):
             self.register_parameter(name, torch.nn.Parameter(torch.zeros(LENGTH, dtype=BF16), requires_grad=False))
         for name, buffer in buffers.items():
-            self.register_buffer(name, buffer, persistent=name == "normalizer")
+            self.register_buffer(name, buffer, persistent=name not in ("cache", "one_more"))
 
     def load_weights(self, weights: Weights) -> None:
         self._load(self, dict(weights))
@@ -129,25 +129,11 @@ def test_constants_are_what_lasts_of_them() -> None:
     assert held == [(0, ((0, 8),), 8), (0, ((8, 16),), 2), (1, ((0, 16),), 2)]
 
 
-class Single(torch.nn.Module):
-    """Buffers that are loaded by one function each."""
-
-    def __init__(self, loads: dict[str, Any], dtype: torch.dtype = BF16, shape: tuple[int, ...] = (4,)) -> None:
-        super().__init__()
-        self._loads = loads
-        for name in loads:
-            self.register_buffer(name, torch.zeros(shape, dtype=FP32 if name == "wide" else dtype))
-
-    def load_weights(self, weights: Weights) -> None:
-        for name, tensor in weights:
-            self._loads[name](getattr(self, name), tensor)
-
-
 @pytest.mark.parametrize("value", [0, 1])
 def test_a_weight_that_equals_its_ground_is_no_constant(value: int) -> None:
     """Marks of one bit do so every other time."""
-    flag = Single({"a": lambda target, tensor: target.fill_(value).copy_(tensor)}, torch.bool)
-    found = map_of(flag, "a", (4,), torch.bool)
+    load = each(lambda model, name, tensor: model.flag.fill_(value).copy_(tensor))
+    found = map_of(Pair(load, flag=torch.zeros(4, dtype=torch.bool)), ["flag"], (4,), torch.bool)
     assert not found.constants and not found.left and len(found.moves) == 1
 
 
@@ -156,9 +142,10 @@ def test_a_weight_that_equals_its_ground_is_no_constant(value: int) -> None:
 def test_what_a_model_derives_is_seen_in_either_mode(mode: Any, derive: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """By an operation that counts as a view in inference mode."""
     kept = list[torch.Tensor]()
-    deriving = Single({"a": lambda target, tensor: kept.append(derive(target.copy_(tensor)))}, shape=(8, 16))
+    load = each(lambda model, name, tensor: kept.append(derive(model.one.copy_(tensor))))
+    deriving = Pair(load, one=torch.zeros(8, 16, dtype=BF16))
     with mode():
-        found = map_of(deriving, "a", (8, 16))
+        found = map_of(deriving, ["one"], (8, 16))
     assert left_of(found) == {"a": COMPUTES} and not found.derives
     assert len(found.moves) == 1 and not found.not_held, "it is found in the model all the same"
 
@@ -166,16 +153,18 @@ def test_what_a_model_derives_is_seen_in_either_mode(mode: Any, derive: Callable
 @pytest.mark.parametrize("sent", [BF16, FP32])
 def test_the_widest_dtype_of_which_a_load_makes_anything(sent: torch.dtype) -> None:
     loads = {
-        "a": torch.Tensor.copy_,
+        "copied": torch.Tensor.copy_,
         "in_place": lambda target, tensor: target.copy_(tensor.add_(1)),  # as SGLang's Gemma does
         "moved": lambda target, tensor: target.copy_(tensor.clone()),
-        "one_more": lambda target, tensor: target.copy_(tensor + 1),
+        "plus": lambda target, tensor: target.copy_(tensor + 1),
         "read": lambda target, tensor: target.fill_(tensor[0].item()),
         "wide": torch.Tensor.copy_,
     }
-    found = map_of(Single(loads), loads, (4,), sent)
+    buffers = {name: torch.zeros(4, dtype=FP32 if name == "wide" else BF16) for name in loads}
+    model = Pair(each(lambda model, name, tensor: loads[name](getattr(model, name), tensor)), **buffers)
+    found = map_of(model, loads, (4,), sent)
     moved = str(sent).removeprefix("torch.")
-    expected = {"a": "bfloat16", "wide": "float32", "moved": moved, "one_more": "", "in_place": "", "read": ""}
+    expected = {"copied": "bfloat16", "wide": "float32", "moved": moved, "plus": "", "in_place": "", "read": ""}
     assert wire_dtypes(list(loads), [found]) == expected
 
 

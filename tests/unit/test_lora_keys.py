@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,10 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2C
 from verl.workers.rollout.sglang_rollout.utils import lora_rank_of
 
 from contract.fsdp_models import ModelConfig
+from contract.sources import open_source
 from fresh_process import python
 from hydra_run import config_of, refused, rollout_of
 from verl_sync_plugin.lora.peft import build_peft_model
-from verl_sync_plugin.lora.settings import unties_embeddings
 
 MODEL = "actor_rollout_ref.model"
 LORA, PEFT = f"{MODEL}.lora", f"{MODEL}.lora.peft"
@@ -155,8 +156,8 @@ def test_either_way_gives_the_flat_keys(given: tuple[str, ...], expected: tuple[
 
 
 def test_without_lora_peft_is_not_imported(tmp_path: Path) -> None:
-    code = "import sys; from verl_sync_plugin.lora import settings; settings.unify({}, {}, None)"
-    assert python(tmp_path, f"{code}; print('peft' in sys.modules)").stdout.strip() == "False"
+    code = "import sys, hydra_run; hydra_run.config_of(); print('peft' in sys.modules)"
+    assert python(tmp_path, code).stdout.splitlines()[-1] == "False"
 
 
 def model_of(settled: DictConfig, tied: bool) -> ModelConfig:
@@ -200,10 +201,15 @@ def test_what_pefts_config_knows_reaches_the_model() -> None:
         ((f"{LORA}.rank=0",), False),
     ],
 )
-def test_the_engine_unties_what_the_adapter_makes_different(given: tuple[str, ...], unties: bool) -> None:
-    model = settled(*adapted(*given))
-    assert unties_embeddings(model_of(model, tied=True)) is unties
-    assert unties_embeddings(model_of(model, tied=False)) is False
+def test_the_head_travels_where_the_adapter_makes_it_different(given: tuple[str, ...], unties: bool) -> None:
+    """The engine unties it then, too."""
+    for tied in (True, False):
+        model = model_of(settled(*adapted(*given)), tied)
+        module = AutoModelForCausalLM.from_config(model.hf_config)
+        module = build_peft_model(module, model) if model.lora_rank else module
+        source = open_source("fsdp2", SimpleNamespace(module=module, model_config=model))
+        sent = {view.name for shard in source.shards() for view in shard.base.views}
+        assert ("lm_head.weight" in sent) is (unties or not tied)
 
 
 # Adapters that the engine serves
@@ -255,18 +261,15 @@ def test_an_existing_adapter_to_serve(saved: dict[str, Any], targets: str, says:
     rollout_of(*adapted(*given, merge=bool(says)))
 
 
-@pytest.mark.parametrize("kind", [IA3Config, VeraConfig, PromptTuningConfig], ids=lambda kind: kind.__name__)
-def test_an_adapter_that_is_not_lora_is_refused(kind: Any, tmp_path: Path) -> None:
-    kind(task_type="CAUSAL_LM").save_pretrained(tmp_path)
-    for key, strategy, merge in (("lora_adapter_path", "fsdp", True), ("lora.adapter_path", "fsdp2", False)):
-        text = refused(*adapted(f"{MODEL}.{key}={tmp_path}", merge=merge, strategy=strategy))
-        assert f"{MODEL}.lora_adapter_path='{tmp_path}' has peft_type={kind().peft_type.value}" in text
-        assert "Give a LoRA adapter" in text
-
-
 def test_what_of_an_adapters_folder_is_refused(tmp_path: Path) -> None:
     path = f"{MODEL}.lora_adapter_path={tmp_path}"
     assert "it holds no adapter_config.json" in refused(*adapted(path))
+    for kind in (IA3Config, VeraConfig, PromptTuningConfig):
+        kind(task_type="CAUSAL_LM").save_pretrained(tmp_path)
+        for key, strategy, merge in (("lora_adapter_path", "fsdp", True), ("lora.adapter_path", "fsdp2", False)):
+            text = refused(*adapted(f"{MODEL}.{key}={tmp_path}", merge=merge, strategy=strategy))
+            assert f"{MODEL}.lora_adapter_path='{tmp_path}' has peft_type={kind().peft_type.value}" in text
+            assert "Give a LoRA adapter" in text
     LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 2), (1, 2)]).save_pretrained(tmp_path)
     text = refused(*adapted(path))
     assert f"'{tmp_path}' has layer_replication=[[0, 2], [1, 2]]" in text and "without layer_replication" in text
@@ -323,8 +326,9 @@ def test_an_adapted_end(
 
 def test_an_adapted_end_that_is_served_or_of_a_model_on_a_hub(tmp_path: Path) -> None:
     LlamaConfig(**SIZES, architectures=[LLAMA], tie_word_embeddings=False).save_pretrained(tmp_path)
-    assert BY_TORCH[0] in refused(*adapted(f"{MODEL}.path={tmp_path}", EMBEDDING, merge=False))
-    rollout_of(*adapted(f"{MODEL}.path={tmp_path}", EMBEDDING, merge=False, strategy="fsdp"))
+    given = (f"{MODEL}.path={tmp_path}", EMBEDDING)
+    assert BY_TORCH[0] in refused(*adapted(*given, merge=False))
+    rollout_of(*adapted(*given, merge=False, strategy="fsdp"))
     rollout_of(*adapted(f"{MODEL}.path=somebody/on-a-hub", HEAD))
 
 

@@ -57,15 +57,15 @@ def sender_of(loads: tuple[str, ...], folder: Path, bucket_bytes: int = 1 << 20,
 @torch.no_grad()
 @pytest.mark.parametrize("in_place", [False, True], ids=["staged", "in place"])
 @pytest.mark.parametrize(
-    ("copies", "seed", "bucket_bytes"),
+    ("device", "seed", "bucket_bytes"),
     [
         *(("by_plain", seed, size) for seed, size in enumerate((1 << 20, 600, 3000, 3000, 600, 1 << 20))),
         *(("by_kernel", seed, size) for seed, size in enumerate((1 << 20, 3000))),  # the interpreter takes its time
     ],
-    indirect=["copies"],
+    indirect=["device"],
 )
 def test_what_arrives_is_what_the_model_would_load(
-    seed: int, bucket_bytes: int, in_place: bool, copies: None, tmp_path: Path
+    seed: int, bucket_bytes: int, in_place: bool, device: str, tmp_path: Path
 ) -> None:
     loads = PLAIN if in_place else tuple(LOADS)
     sender = sender_of(loads, tmp_path, bucket_bytes, seed)

@@ -61,9 +61,6 @@ def test_what_is_no_manager_or_not_there_is_refused() -> None:
     text = str(caught.value)
     assert "actor_rollout_ref.actor.strategy='stranger' with actor_rollout_ref.rollout.name='sglang'" in text
     assert "fsdp->sglang" in text and "fsdp2->sglang" in text and "custom.sync.enabled=False" in text
-
-
-def test_a_manager_without_a_backend_says_what_it_lacks() -> None:
     with pytest.raises(TypeError, match="Mine: name a backend"):
         object.__new__(Mine).open_source()
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout on GPUs of its own: who may be in one group, what a trainer rank refuses before anything is sent, and
-replicas that have died before a sync. One that dies in a sync: ``e2e/test_separate_async.py``."""
+"""A rollout on GPUs of its own: who may be in one group, whose weights are not the plugin's to send, and replicas
+that have died before a sync. One that dies in a sync: ``e2e/test_separate_async.py``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import ray
 import torch.distributed as dist
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from verl.checkpoint_engine.base import CheckpointEngineManager
 
-from verl_sync_plugin.hooks import separate
 from verl_sync_plugin.hooks.separate import OutlivingManager, SyncCheckpointEngine
-from verl_sync_plugin.rollouts import rollout_of
-from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 
 
 @pytest.fixture
@@ -48,17 +46,6 @@ def members(**last: Any) -> list[Any]:
 def test_ranks_that_nccl_cannot_join_are_refused(last: dict[str, str], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         SyncCheckpointEngine.build_topology(2, 1, members(**last))
-
-
-def test_a_trainer_rank_refuses_what_no_engine_of_the_rollout_could_serve_or_hold() -> None:
-    """The driver may have had neither the adapter nor the checkpoint."""
-    nobody = RolloutEndpoint(rollout_of("sglang"), None)
-    assert not nobody.leader and nobody.ranks == ()
-    nobody.engine.refuse_adapter({"r": 8}, {})
-    with pytest.raises(ValueError, match=r"cannot serve an adapter with use_rslora=True.*lora\.merge=True"):
-        nobody.engine.refuse_adapter({"r": 8, "use_rslora": True}, {})
-    with pytest.raises(ValueError, match="GPT2LMHeadModel"):
-        nobody.engine.refuse_untied(("GPT2LMHeadModel",), "the adapter's Embedding")
 
 
 @pytest.mark.usefixtures("group")
@@ -96,9 +83,8 @@ def answer(reference: Any) -> Any:
 def test_dead_replicas_are_left_out_and_without_any_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a real Ray: ``e2e/test_separate_async.py``."""
     killed, removed, taken = list[Any](), list[str](), list[Any]()
-    every = {"wait": lambda asked, **_: (asked, []), "get": answer, "kill": killed.append}
-    for name, does in every.items():
-        monkeypatch.setattr(separate.ray, name, does)
+    for name, does in {"wait": lambda asked, **_: (asked, []), "get": answer, "kill": killed.append}.items():
+        monkeypatch.setattr(ray, name, does)
 
     async def sync(self: Any, global_steps: int | None) -> dict[str, int]:
         taken.append([each.replica_rank for each in self.replicas])
@@ -107,12 +93,8 @@ def test_dead_replicas_are_left_out_and_without_any_the_run_ends(monkeypatch: py
         return {"steps": global_steps or 0}
 
     monkeypatch.setattr(OutlivingManager, "_sync", sync)
-    replicas = [
-        replica(0, engine=False),
-        replica(1, ActorDiedError()),
-        replica(2, ActorUnavailableError("", None)),
-        replica(3),
-    ]
+    away = ActorUnavailableError("", None)
+    replicas = [replica(0, engine=False), replica(1, ActorDiedError()), replica(2, away), replica(3)]
     config: Any = SimpleNamespace(backend="sync_plugin", custom_backend_module=None)
     balancer = SimpleNamespace(remove_servers=SimpleNamespace(remote=removed.extend))
     servers = SimpleNamespace(global_load_balancer=balancer, rollout_replicas=list(replicas))

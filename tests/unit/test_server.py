@@ -123,19 +123,11 @@ def make(tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> M
     hand_down(new_token())
 
     def made(
-        manager: Any,
-        pause: str = "abort",
-        mode: RolloutMode = RolloutMode.STANDALONE,
-        backend: str = SEPARATE_BACKEND,
-        node_rank: int = 0,
-        had_a_sync: bool = True,
-    ) -> Any:
-        config = RolloutConfig(
-            name="sglang",
-            custom={"sync": {"pause": pause}},
-            checkpoint_engine=CheckpointEngineConfig(backend=backend),
-            max_model_len=64,
-        )
+        manager: Any, pause: str = "abort", mode: RolloutMode = RolloutMode.STANDALONE,
+        backend: str = SEPARATE_BACKEND, node_rank: int = 0, had_a_sync: bool = True,
+    ) -> Any:  # fmt: skip
+        engine, custom = CheckpointEngineConfig(backend=backend), {"sync": {"pause": pause}}
+        config = RolloutConfig(name="sglang", custom=custom, checkpoint_engine=engine, max_model_len=64)
         server = SyncSGLangHttpServer(config, HFModelConfig(path=tiny_model("qwen2")), mode, [], 0, node_rank, 1, "", 0)
         server.tokenizer_manager = manager
         server.guard_requests()
@@ -166,30 +158,25 @@ async def test_the_cache_is_flushed_once_and_a_flush_that_fails_locks_the_gate(m
         await ask(server)
 
 
-async def test_servers_of_other_hosts_ask_for_nothing(make: Make) -> None:
-    server = make(manager := Manager(), "retract", node_rank=1)
-    await server.abort_all_requests()
-    await server.resume_generation()
-    assert manager.asked == []
-
-
 async def test_arguments_of_a_newer_verl_reach_its_own_methods_or_are_named(
     make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """But for those that ask for nothing."""
-    newer = {name: AsyncMock() for name in ("abort_all_requests", "resume_generation")}
-    for name, method in newer.items():
-        monkeypatch.setattr(SGLangHttpServer, name, method)
     server = make(Manager(), **COLOCATED)
-    await server.abort_all_requests(reject_request=True)
-    await server.resume_generation(soon=True)
-    assert [method.call_args.kwargs for method in newer.values()] == [{"reject_request": True}, {"soon": True}]
+    for name, more in (("abort_all_requests", {"reject_request": True}), ("resume_generation", {"soon": True})):
+        monkeypatch.setattr(SGLangHttpServer, name, newer := AsyncMock())
+        await getattr(server, name)(**more)
+        assert newer.call_args.kwargs == more
     server = make(Manager(), "retract")
     capsys.readouterr()
     await server.sleep(reset_connector=True, level=None)
     await server.abort_all_requests(reject_request=False)
     said = capsys.readouterr().out
     assert "sleep does not use what this verl gives it: reset_connector=True\n" in said and "reject" not in said
+    server = make(other := Manager(), "retract", node_rank=1)  # of another host, which asks for nothing
+    await server.abort_all_requests()
+    await server.resume_generation()
+    assert other.asked == []
 
 
 def test_a_server_that_died_is_named_with_what_to_do_then() -> None:

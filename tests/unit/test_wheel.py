@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import configparser
 import email
-import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import verl_sync_plugin
+from fresh_process import python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,7 +68,6 @@ def test_metadata_are_those_that_an_index_shows(wheel: zipfile.ZipFile) -> None:
 def test_says_its_version_and_the_commit_that_it_was_built_from(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     assert f"verl_sync_plugin-{verl_sync_plugin.__version__}-" in Path(wheel.filename or "").name
     wheel.extractall(tmp_path)
-    command = [sys.executable, "-m", "verl_sync_plugin.cli", "--version"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    code = "from verl_sync_plugin.cli import main; main(['--version'])"
+    said = python(tmp_path, code, PYTHONPATH=str(tmp_path)).stdout
     assert said == f"verl-sync {verl_sync_plugin.__version__} (1a2b3c4d5e6f)\n"
