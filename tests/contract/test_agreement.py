@@ -167,7 +167,7 @@ def test_packs_while_the_engine_resumes_and_a_failure_of_either_is_everybodys() 
 def test_a_silent_engine_hears_of_a_failure_once_and_is_waited_for_once(where: str, asked: list[str]) -> None:
     """While it also does not end the load that it was asked for."""
 
-    def unreadable() -> ParameterSource:
+    def unreadable() -> Any:
         raise ValueError(f"no source; garbage is collected: {gc.isenabled()}")
 
     engine = Engine()
