@@ -329,6 +329,12 @@ def test_other_numbers_of_layers_are_named(names: tuple[str, ...], tmp_path: Pat
     assert not wrong, wrong
 
 
+def test_a_family_of_which_the_model_loads_some_weights_itself_on_four_ranks(tmp_path: Path) -> None:
+    """SGLang loads DeepSeek's CPU tensors in threads of its own, which no dispatch mode of ours would see."""
+    what = found_by((4,), ("DeepSeek-V3",), tmp_path)[4]["DeepSeek-V3"]
+    assert what.startswith("exact, "), what
+
+
 def table(found: Found) -> str:
     """A row for every outcome, those of few families first."""
     alike: dict[tuple[str, str], list[str]] = {}

@@ -13,10 +13,28 @@ from transformers import Qwen2Config
 from worlds import on_ranks
 
 from contract.sources import same_everywhere
+from fresh_process import python
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import RolloutError
 from verl_sync_plugin.rollouts import LocalSpec, rollout_of
 from verl_sync_plugin.spmd import SpmdRollout, check_groups, engine_ranks, request_of
+
+
+def test_importing_the_package_imports_no_torch(tmp_path: Path) -> None:
+    code = """
+        import sys
+        import verl_sync_plugin
+        assert not {"torch", "sglang", "verl", "transformers"} & set(sys.modules), "imported too early"
+        from verl_sync_plugin import SpmdRollout
+        from verl_sync_plugin.spmd import Generated
+        assert "torch" in sys.modules and "sglang" not in sys.modules
+        try:
+            verl_sync_plugin.SpmdRolout
+        except AttributeError as error:
+            print(error)
+    """
+    run = python(tmp_path, code)
+    assert run.returncode == 0 and "no attribute 'SpmdRolout'" in run.stdout, run.stderr[-2000:]
 
 
 @pytest.mark.parametrize(
