@@ -35,8 +35,15 @@ def _hydra(config_dir: Path, program: str) -> Hydra:
 def run(
     folder: Path, *overrides: str, name: str = "ppo_trainer", config_dir: Path = CONFIG_DIR, program: str = "main_ppo"
 ) -> DictConfig:
-    """The config that the task function of a run gets. Hydra may write into ``folder``; ``name`` is the config's, and
-    ``program`` the file name of the main."""
+    """The config that the task function of a run gets.
+
+    Args:
+        folder: where Hydra may write.
+        overrides: as on the command line.
+        name: of the config.
+        config_dir: the folder that holds it.
+        program: ``hydra.job.name``, which is the file name of the main.
+    """
     given = [f"hydra.run.dir={folder}", "hydra.output_subdir=null", *overrides]
     try:
         config: DictConfig = _hydra(config_dir, program).run(name, lambda config: config, given, False).return_value
@@ -45,12 +52,12 @@ def run(
         GlobalHydra.instance().clear()
 
 
-def multirun(folder: Path, *overrides: str) -> list[DictConfig]:
+def multirun(folder: Path, *overrides: str, name: str = "ppo_trainer") -> list[DictConfig]:
     """The configs that the task function of a multirun gets, one per job."""
     seen: list[DictConfig] = []
     given = [f"hydra.sweep.dir={folder}", "hydra.output_subdir=null", *overrides]
     try:
-        _hydra(CONFIG_DIR, "main_ppo").multirun("ppo_trainer", seen.append, given, False)
+        _hydra(CONFIG_DIR, "main_ppo").multirun(name, seen.append, given, False)
     finally:
         GlobalHydra.instance().clear()
         HydraConfig.instance().cfg = None
