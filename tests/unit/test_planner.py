@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Run
-from verl_sync_plugin.layout.tensors import ALIGNMENT, Base, Bucket, Plan, View
+from verl_sync_plugin.layout.tensors import ALIGNMENT, Base, Bucket, Entry, Hull, Plan, View, hulls_of
 
 SIZES = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "int64"}
 GARBAGE = 0xEE
@@ -230,3 +230,13 @@ def test_stages_fill_the_same_bucket() -> None:
     assert len(plan.buckets) == 2 and plan.nbytes == 8 * 2 * 64, "padding"
     for bucket in plan.buckets:
         assert {int(entry.name[-1]) < 4 for entry in bucket.entries} == {True, False}
+
+
+def test_hulls() -> None:
+    pieces = {"a": [(0, 16), (64, 16)], "b": [(16, 8)], "tied": [(0, 16), (64, 16)], "c": [(20, 9)]}
+    entries = [
+        Entry(name, "uint8", (64,), None, 64, tuple(Run(at, 0, nbytes) for at, nbytes in parts))
+        for name, parts in pieces.items()
+    ]
+    ends = [Hull(first, first + 16, ("a", "tied")) for first in (0, 64)]
+    assert hulls_of(entries) == [ends[0], Hull(16, 29, ("b", "c"), equal=False), ends[1]]
