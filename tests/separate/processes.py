@@ -7,9 +7,11 @@ import asyncio
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -92,6 +94,22 @@ class Trainer(Host):
 
     def share(self, folder: Path) -> None:
         trainer.share(self.trainer, folder)
+
+    def hide_staging(self, hidden: bool) -> None:
+        """No engine rank can open this rank's slots while they are hidden."""
+        from verl_sync_plugin.sync.sender import BucketSender
+
+        honest = BucketSender.export
+
+        def elsewhere(sender: BucketSender, reader: int = 0) -> Any:
+            there = honest(sender, reader)
+            return replace(there, key=f"gone: {there.key}", handle=("/nowhere/at/all",))
+
+        if hidden:
+            self._hidden = mock.patch.object(BucketSender, "export", elsewhere)
+            self._hidden.start()
+        else:
+            self._hidden.stop()
 
     def save(self, folder: Path) -> None:
         """Writes the trainer's weights as a checkpoint; collective over the trainer's ranks."""

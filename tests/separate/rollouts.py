@@ -18,6 +18,8 @@ from verl_sync_plugin.rollouts.sglang.adapter import SyncServerAdapter
 from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK
 from verl_sync_plugin.rollouts.sglang.server import SGLANG_LORA_NAME, SyncSGLangHttpServer
 
+SPOIL = "bare_engine.loaders.spoil"
+
 
 class Rollout(Host):
     """A rollout rank; the first one of an engine has the real SGLang engine, which starts with random weights."""
@@ -37,7 +39,7 @@ class Rollout(Host):
         self._planned: list[bool] = []
 
     def _start(self, model: str) -> BareEngine:
-        return BareEngine(model, dist.get_world_size())
+        return BareEngine(model, dist.get_world_size(), loaders=(SPOIL,))
 
     def _note(self, method: str) -> None:
         if method == "load_weights":
@@ -66,6 +68,22 @@ class Rollout(Host):
 
     def nbytes(self, path: Path) -> list[int]:
         return [sum(tensor.nbytes for tensor in held.values()) for held in self.sglang.state(path)]
+
+    def spoil(self, parameter: str) -> None:
+        """The engine flips a bit of a parameter after the copies of the next sync."""
+        self.sglang.call(self.sglang.ask_loader(SPOIL, parameter))
+
+    def flip_arriving(self) -> None:
+        """Flips a bit of the next bucket that comes to this rank, before the engine rank loads it."""
+        sender = self.manager().sender
+        honest = sender.load
+
+        def flipping(index: int, slot: int) -> None:
+            sender.load = honest
+            sender._slot(slot)[7] ^= 2
+            honest(index, slot)
+
+        sender.load = flipping
 
     def abandoned(self) -> list[str]:
         return list(self.sglang.abandoned)

@@ -23,6 +23,7 @@ def model(tiny_model: Callable[[str], str]) -> str:
 
 def test_syncs_are_exact_while_engines_join_leave_fail_and_die(model: str, tmp_path: Path) -> None:
     with members(model, 3) as (driver, rollouts):
+        hidden_staging_memory(driver, rollouts[:1], tmp_path)
         parameters_read_in_place(driver, rollouts[1:], tmp_path)
         broadcast_to_two_hosts(driver, rollouts[:2], tmp_path)
         come_and_go(driver, rollouts, tmp_path)
@@ -43,6 +44,18 @@ def synced(driver: Driver, rollouts: list[Member], version: int, folder: Path) -
     return reports[len(driver.trainers) :]
 
 
+def hidden_staging_memory(driver: Driver, rollouts: list[Member], folder: Path) -> None:
+    """Slots that no engine rank can open: the sync that finds that out is a broadcast, and so is the next."""
+    (rollout,) = rollouts
+    together(driver.trainers, "hide_staging", True)
+    for version in (1, 2):
+        (report,) = synced(driver, rollouts, version, folder)
+        assert report["delivery"] == "broadcast" and report["verified_tensors"] == report["tensors"], report
+    assert not rollout.ask("abandoned").answer(), "a sync that goes on otherwise has not failed"
+    a_flip_is_found(driver, rollouts, 3, folder, ("flip_arriving",), "changed on the way to the engine")
+    together(driver.trainers, "hide_staging", False)
+
+
 def parameters_read_in_place(driver: Driver, rollouts: list[Member], folder: Path) -> None:
     """Staged at first, then where the parameters lie, for these are in memory that others can map; both again for an
     engine that joins."""
@@ -52,6 +65,21 @@ def parameters_read_in_place(driver: Driver, rollouts: list[Member], folder: Pat
         for report in synced(driver, engines, version, folder):
             assert (report["direct_bytes"] > 0) == (version in (12, 14)), (version, report)
             assert report["gathered_bytes"] == report["own_bytes"] == 0 < report["peer_bytes"], report
+    assert driver.trainers[0].ask("break_next", "engine._manager.sender.hash_parameters").answer() is None
+    failed_alike(driver.sync(15, rollouts), "rank 0: MemoryError: injected: hash_parameters")
+    synced(driver, rollouts, 16, folder)
+    spoil = ("spoil", "model.layers.1.mlp.down_proj.weight")
+    a_flip_is_found(driver, rollouts, 17, folder, spoil, "do not hold what was sent of model.layers.1.mlp.")
+
+
+def a_flip_is_found(
+    driver: Driver, rollouts: list[Member], version: int, folder: Path, flip: tuple[str, ...], text: str
+) -> None:
+    """One bit flips, which all ranks hear of; the next sync is exact."""
+    assert rollouts[0].ask(*flip).answer() is None
+    together(driver.trainers, "train", version)
+    failed_alike(driver.sync(version, rollouts), text)
+    synced(driver, rollouts, version + 1, folder)
 
 
 def lie(driver: Driver, rollouts: list[Member], hosts: str) -> None:
