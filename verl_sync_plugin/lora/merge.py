@@ -95,6 +95,7 @@ class Scratch:
 
     def release(self) -> None:
         self._memory = torch.empty(0)
+        self._views: dict[tuple[int, ...], torch.Tensor] = {}  # a model has few shapes and many weights of each
 
     def merge(
         self, run: torch.Tensor, steps: Steps, factors: Factors, scales: Mapping[str, torch.Tensor]
@@ -112,13 +113,16 @@ class Scratch:
             self.release()  # before more is taken
             with torch.inference_mode(False):  # else it could not be written outside
                 self._memory = torch.empty(needed, dtype=torch.float32, device=self._device)
-        merged = self._memory[steps.margin : steps.margin + run.numel()]
+        merged = self._view(steps.margin, run.numel())
         merged.copy_(run)
         with full_precision():
             for product in steps.products:
-                weight, rows = product.target.weight, self._rows(product)
-                left, right = weight.product(factors, product.target.number)
-                rows.addmm_(left[product.begin : product.end], right, alpha=weight.scaling)
+                target, rows = product.target, self._rows(product)
+                weight = target.weight
+                left, right = weight.product(factors, target.number)
+                if product.end - product.begin < target.rows:
+                    left = left[product.begin : product.end]
+                rows.addmm_(left, right, alpha=weight.scaling)
                 if (scale := scales.get(weight.name)) is not None:
                     rows *= scale if weight.transposed else scale[product.begin : product.end].unsqueeze(1)
         return merged
@@ -138,9 +142,14 @@ class Scratch:
             sums[product.begin : product.end] += squares.sum(1)
 
     def _rows(self, product: Product) -> torch.Tensor:
-        """The rows of a product in the memory."""
-        columns = product.target.columns
-        return self._memory.as_strided((product.end - product.begin, columns), (columns, 1), product.offset)
+        return self._view(product.offset, product.end - product.begin, product.target.columns)
+
+    def _view(self, offset: int, *shape: int) -> torch.Tensor:
+        view = self._views.get((offset, *shape))
+        if view is None:
+            view = self._memory[offset : offset + math.prod(shape)].view(shape)
+            self._views[offset, *shape] = view
+        return view
 
 
 def full_precision() -> AbstractContextManager[None]:
