@@ -34,10 +34,9 @@ from verl_sync_plugin.log import say, say_unused
 from verl_sync_plugin.report import SyncReport, say_who_moves
 from verl_sync_plugin.rollouts import Rollout
 from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS
-from verl_sync_plugin.rollouts.process import call_under_way
 from verl_sync_plugin.room import FIRST, REST, Room, growth, note_device_memory, read_device, release_cache
 from verl_sync_plugin.sharding_manager import get_sharding_manager
-from verl_sync_plugin.sync.endpoint import Call, RolloutEndpoint
+from verl_sync_plugin.sync.endpoint import Call, RolloutEndpoint, call_under_way
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.membership import Membership
 from verl_sync_plugin.sync.separate import SeparateRollout, manager_of

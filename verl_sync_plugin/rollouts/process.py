@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from verl_sync_plugin.rollouts import LocalLaunch
+from verl_sync_plugin.sync.endpoint import call_under_way
 
 # torchrun's: with them the engine's ranks would look for torchrun's store, and number themselves like the trainer's
 TORCHRUN = re.compile(r"(TORCHELASTIC|ROLE|GROUP)_.*|(LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)")
@@ -91,13 +92,6 @@ class EngineProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-
-def call_under_way() -> Future[Any]:
-    """A future of a call under way: who gives up waiting for it must not keep its answer from being taken in."""
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
-    return future
 
 
 def serve(engine: str, make: Callable[..., Any]) -> None:

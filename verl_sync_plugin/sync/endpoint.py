@@ -35,6 +35,13 @@ ACCEPT_SECONDS = 1.0
 Call = Callable[..., Future[Any]]
 
 
+def call_under_way() -> Future[Any]:
+    """A future of a call under way: who gives up waiting for it must not keep its answer from being taken in."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
 class RolloutEndpoint:
     """Only the leader of an engine's ranks talks to the engine. What raises here raises RuntimeError when the engine
     refused, failed or has died, and TimeoutError when it did not answer in time.
