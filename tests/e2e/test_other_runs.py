@@ -14,6 +14,7 @@ import pytest
 
 import tiny_models
 from e2e import checks
+from e2e.releases import INSTALLED, RELEASES
 from e2e.runs import DUMMY, MODEL, ROLLOUT, SMALL_BUCKETS, Play, Run, Setup, main_ppo
 from fresh_process import folder_with
 
@@ -178,14 +179,17 @@ def test_a_teacher_and_a_reward_model_run_next_to_a_synced_actor(larger_model: P
     assert (servers(run, "SyncSGLangHttpServer"), servers(run, "SGLangHttpServer")) == (1, 2), run.tail
 
 
-def test_a_rollout_in_fp8(tmp_path: Path) -> None:
+@pytest.mark.parametrize("release", [INSTALLED, [*RELEASES][-1]])
+def test_a_rollout_in_fp8(release: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Two trainer ranks quantize, and every sync is verified; only SGLang's product with fp8 weights is a stand-in, for
     want of a GPU."""
     # SGLang shares out whole blocks of 128
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4}
     model = tiny_models.write("qwen2", tmp_path / "model", **sizes)
-    path = (str(Path(__file__).parent / "fp8_on_cpu"),)
-    overrides = (f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.custom.sync.verify=always", DUMMY)
+    newer = [] if release == INSTALLED else [folder_with(tmp_path_factory, f"sglang=={release}", *RELEASES[release])]
+    path = (str(Path(__file__).parent / "fp8_on_cpu"), *map(str, newer))
+    no_grammar = f"+{ROLLOUT}.engine_kwargs.sglang.grammar_backend=none"
+    overrides = (no_grammar, f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.custom.sync.verify=always", DUMMY)
     run = main_ppo(Setup(overrides, ranks=2, steps=2, model=model, path=path), tmp_path)
     checks.reached(run, steps=2)
     checks.reported(run, steps=2)

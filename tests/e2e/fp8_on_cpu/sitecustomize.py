@@ -14,7 +14,7 @@ import wrapt
 
 def _as_on_a_gpu(fp8: ModuleType) -> None:
     fp8._is_cpu = False  # type: ignore[attr-defined]
-    fp8.dispatch_w8a8_block_fp8_linear = lambda: _multiply  # type: ignore[attr-defined]
+    fp8.dispatch_w8a8_block_fp8_linear = lambda **_: _multiply  # type: ignore[attr-defined]
 
 
 def _multiply(
