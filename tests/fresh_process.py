@@ -33,7 +33,7 @@ def python(folder: Path, code: str, **environment: str) -> subprocess.CompletedP
 
 
 def passed(*arguments: str, **environment: str) -> str:
-    """What a pytest of its own says, none of whose tests has failed; paths are beneath this folder."""
+    """Returns what a pytest of its own says, none of whose tests has failed; paths are beneath this folder."""
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     run = _run(Path(__file__).parent, words, environment, 500)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]

@@ -10,7 +10,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
 def _cut(page: str, name: str) -> list[str]:
-    """What comes before the part, the part itself, and what comes after it; marks are in the others."""
+    """Returns what comes before the part, the part itself, and what comes after it; marks are in the others."""
     begin, end = (f"<!-- {name}:{mark} -->\n" for mark in ("begin", "end"))
     head, _, rest = page.partition(begin)
     text, _, tail = rest.partition(end)

@@ -2,7 +2,7 @@
 """Flips one bit between a trainer's weights and a real engine on a GPU: in a staged bucket, in the trainer's memory
 after its hash, where the engine reads that in place, and in the engine's own parameter after the copies.
 
-On CPUs: ``contract/test_engine_models.py``, ``contract/test_one_process.py`` and ``contract/test_several_hosts.py``.
+On CPUs: ``contract/test_engine_models.py``, ``contract/test_one_process.py`` and ``separate/test_separate_syncs.py``.
 """
 
 from __future__ import annotations

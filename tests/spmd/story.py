@@ -186,7 +186,7 @@ def started() -> list[psutil.Process]:
 
 
 def engine_is_late(rollout: SpmdRollout, source: torch.nn.Module, expected: torch.nn.Module) -> None:
-    """What it answers too late stops no later call."""
+    """An answer that comes too late stops no later call."""
     rollout.release_weights()
     endpoint = rollout._manager.endpoint
     endpoint._timeout, bound = 1.0, endpoint._timeout

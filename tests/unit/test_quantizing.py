@@ -95,7 +95,7 @@ ROWS, EACH = 256, 128  # of "sides", of which every rank holds some columns
 
 
 class Cut(ParameterSource):
-    """What one of three ranks holds of matrices: rows that end where a block does, or anywhere, and columns."""
+    """Holds one of three ranks' parts of matrices: rows that end where a block does, or anywhere, and columns."""
 
     def __init__(self, rank: int, device: torch.device, torn: bool) -> None:
         self.group: Any = SimpleNamespace(rank=rank)

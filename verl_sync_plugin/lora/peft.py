@@ -159,7 +159,7 @@ class LoRAWeight(Weight):
         return math.prod(shape[1:]) if self.kind in ("conv", "bias") else shape[-1]
 
     def product(self, factors: Mapping[str, torch.Tensor], number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of factors A ``(r, in)`` and B ``(out, r)``; of an embedding ``(r, num_embeddings)`` and ``(embedding_dim,
+        """Takes factors A ``(r, in)`` and B ``(out, r)``; of an embedding ``(r, num_embeddings)`` and ``(embedding_dim,
         r)``; of fused experts ``(E * r, in)`` and ``(out, r * E)``; of a convolution ``(r, in, *kernel)`` and ``(out,
         r, 1, ...)``; of a bias only B, ``(out,)``.
 
