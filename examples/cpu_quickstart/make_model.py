@@ -10,6 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -68,6 +70,18 @@ KINDS: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
         MixtralConfig,
         MixtralForCausalLM,
         {"tie_word_embeddings": True, "num_local_experts": 4, "num_experts_per_tok": 4},
+    ),
+    "glm4-moe": (
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        {
+            "tie_word_embeddings": False,
+            "head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 64,
+            "first_k_dense_replace": 1,
+        },
     ),
     "gemma2": (
         Gemma2Config,

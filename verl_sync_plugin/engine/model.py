@@ -80,6 +80,10 @@ class EngineModel(ABC):
         """
         raise NotImplementedError
 
+    def renew_copies(self) -> None:
+        """Writes once more what the model's forward has copied from parameters and keeps; called after every sync."""
+        return
+
     def after_load(self) -> None:
         """Does what the engine does to parameters of a checkpoint, and after no sync. The first sync of a layout calls
         it, and fails where it changes any."""

@@ -32,9 +32,11 @@ _NAMES = {"auto": "bfloat16", "half": "float16", "float": "float32"}
 class ParameterSource(ABC):
     """Everything one trainer rank contributes to a sync. Lives as long as the trainer's model and keeps what it learned
     of the layout, so that a later sync only looks up where the shards are now (offloading moves them). ``group``, known
-    once ``shards`` has been called, are the ranks among which bases with several owners are sharded."""
+    once ``shards`` has been called, are the ranks among which bases with several owners are sharded. ``kept`` is what
+    ``shards`` returns while every tensor stays the object it is, and on the device; none where each sync looks."""
 
     group: dist.ProcessGroup | None = None
+    kept: list[Shard] | None = None
 
     @property
     def rank(self) -> int:

@@ -11,7 +11,7 @@ the bytes are those of the whole tensor, however it is cut.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -110,6 +110,24 @@ class _Unit:
     pieces: list[_Piece] = field(default_factory=list)
 
 
+class _Launches(NamedTuple):
+    """A table of the kernel for each dtype, with what it reads; ``left``: the numbers of parts that it cannot read."""
+
+    tables: list[tuple[QuantizeTable, list[torch.Tensor]]]
+    left: list[int]
+
+    def run(
+        self, scales: torch.Tensor, target: int = 0, sums: torch.Tensor | None = None, measure: bool = False
+    ) -> list[int]:
+        for table, found in self.tables:
+            table.run([target, *(run.data_ptr() for run in found), scales.data_ptr()], sums, measure)
+        return self.left
+
+
+def _stretches(units: Sequence[_Unit]) -> list[_Stretch]:
+    return [_Stretch(piece, 0, piece.part.count, 0) for unit in units for piece in unit.pieces]
+
+
 class QuantizingSource(ParameterSource):
     """Wraps ``inner``; the policy names what is quantized, and the dtype to which values are cast before.
 
@@ -125,8 +143,11 @@ class QuantizingSource(ParameterSource):
         self._inner, self._device, self._timeout = inner, device, timeout_seconds
         self._blocks, self._dtype = dict(policy.blocks), policy.dtype
         self._bases: tuple[Base, ...] = ()
-        self._found: list[Shard] = []
+        self._found: Sequence[Shard] = ()
+        self._made: list[Shard] = []  # of these
         self._travels: list[_Piece | _Unit] = []
+        self._units: list[_Unit] = []  # all, and what is measured of them
+        self._parts: list[_Stretch] = []
         self._done: set[int] = set()  # units whose scales are those of this sync, by their first
         self._largest = self._scales = self._inverse = torch.empty(0)
         sizes = {size for block in self._blocks.values() for size in block}
@@ -134,6 +155,7 @@ class QuantizingSource(ParameterSource):
         old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)  # knows no fp8
         self._kernel = fits and not old and kernel_works(device)
         self._tables: dict[object, QuantizeTable] = {}
+        self._launches: dict[bool, tuple[object, _Launches]] = {}  # of ``_found``; True: they measure
 
     @property
     def direct(self) -> bool:
@@ -144,20 +166,28 @@ class QuantizingSource(ParameterSource):
         return self
 
     def release(self) -> None:
-        self._found = []
         self._done.clear()
         self._inner.release()
+        if self._found is not self._inner.kept:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._found, self._made = (), []
+        self._launches.clear()
 
     def shards(self) -> list[Shard]:
         self._done.clear()
-        self._found = self._inner.shards()
-        self._bases, known = (), self._bases
+        found = self._inner.shards()
         self.group = self._inner.group
-        if (bases := tuple(shard.base for shard in self._found)) != known:
-            self._lay_out(bases)
-        self._bases = bases
+        if found is not self._found or not self._made:
+            self._forget()
+            self._bases, known = (), self._bases
+            if (bases := tuple(shard.base for shard in found)) != known:
+                self._lay_out(bases)
+            self._bases, self._found = bases, found
+            self._made = [self._shard(each) for each in self._travels]
         self._largest.zero_()
-        return [self._shard(each) for each in self._travels]
+        return self._made
 
     def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
         return self._inner.merged_with(self._inner_of(bases))
@@ -194,9 +224,10 @@ class QuantizingSource(ParameterSource):
                 unit.scales = Base(scales[0].name, "float32", 4, lengths, tuple(scales))
                 in_fp8 = replace(part.base, dtype=dtype_name(FP8), itemsize=FP8.itemsize)
                 unit.pieces.append(_Piece(number, replace(part, base=in_fp8), tuple(weights), unit))
-        self._travels = []
+        self._travels, self._units = [], [each for each in found if isinstance(each, _Unit)]
         for each in found:
             self._travels += [*each.pieces, each] if isinstance(each, _Unit) else [each]
+        self._parts = _stretches(self._units)
         self._largest = torch.zeros(end, dtype=torch.float32, device=self._device)
         self._scales, self._inverse = torch.empty_like(self._largest), torch.empty_like(self._largest)
 
@@ -230,18 +261,22 @@ class QuantizingSource(ParameterSource):
 
     def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
         """Finds the scales of all weights in these bases; of all that are to come, where ``inner`` prepares nothing."""
-        wanted = [*bases] if self._inner.prepares else [*bases, *(base for bucket in ahead for base in bucket)]
-        travels = (self._travels[base] for base in wanted)
-        of_each = (each if isinstance(each, _Unit) else each.unit for each in travels)
-        found = {unit.first: unit for unit in of_each if unit is not None}
-        units = [found[first] for first in sorted(found.keys() - self._done)]
-        needed = {*self._inner_of(bases), *(piece.inner for unit in units for piece in unit.pieces)}
-        if self._inner.prepares and needed:
-            yield from self._inner.prepare(tuple(sorted(needed)), [self._inner_of(bucket) for bucket in ahead])
+        units = self._units
+        if self._done or len(bases) < len(self._travels):
+            wanted = [*bases] if self._inner.prepares else [*bases, *(base for bucket in ahead for base in bucket)]
+            travels = (self._travels[base] for base in wanted)
+            of_each = (each if isinstance(each, _Unit) else each.unit for each in travels)
+            found = {unit.first: unit for unit in of_each if unit is not None}
+            units = [found[first] for first in sorted(found.keys() - self._done)]
+        if self._inner.prepares:
+            needed = {*self._inner_of(bases), *(piece.inner for unit in units for piece in unit.pieces)}
+            if needed:
+                yield from self._inner.prepare(tuple(sorted(needed)), [self._inner_of(bucket) for bucket in ahead])
         if not units:
             return
-        parts = [_Stretch(piece, 0, piece.part.count, 0) for unit in units for piece in unit.pieces]
-        for at in self._run_kernel(parts, self._largest, measure=True):
+        parts = self._parts if units is self._units else _stretches(units)
+        launches = self._launches_of(parts, lambda: parts, measure=True)
+        for at in launches.run(self._largest, measure=True):
             self._measure(parts[at].piece)
         span = slice(units[0].first, units[-1].end)  # of what lies between, too: it stays, or comes later
         largest = self._largest[span].clone()
@@ -255,7 +290,7 @@ class QuantizingSource(ParameterSource):
         else:  # by a tensor: a number would be inverted
             self._scales[span] = largest.clamp(min=LEAST) / largest.new_tensor([MOST])
             self._inverse[span] = 1.0 / self._scales[span]
-        self._done |= found.keys()  # last: what a failure leaves is no preparation
+        self._done |= {unit.first for unit in units}  # last: what a failure leaves is no preparation
 
     @torch.no_grad()
     def _measure(self, piece: _Piece) -> None:
@@ -302,20 +337,31 @@ class QuantizingSource(ParameterSource):
         self, segment: int, slices: Sequence[Slice], hashed: tuple[Mapping[str, int], torch.Tensor] | None = None
     ) -> Sequence[Slice]:
         """Quantizes slices of bases; see ``Fill``."""
-        wanted = list[_Stretch]()
-        for part in slices:
-            piece = self._travels[part.base]
-            assert isinstance(piece, _Piece), "scales are sent as they are"
-            wanted.append(_Stretch(piece, part.begin, min(part.end, piece.part.count) - part.begin, part.offset))
-        return [slices[at] for at in self._run_kernel(wanted, self._scales, segment, hashed)]
 
-    def _run_kernel(
-        self, parts: Sequence[_Stretch], scales: torch.Tensor, target: int = 0,
-        hashed: tuple[Mapping[str, int], torch.Tensor] | None = None, measure: bool = False,
-    ) -> list[int]:  # fmt: skip
-        """Starts one launch for all parts of a dtype; returns the numbers of those that the kernel cannot read."""
+        def stretches() -> Iterator[_Stretch]:
+            for part in slices:
+                piece = self._travels[part.base]
+                assert isinstance(piece, _Piece), "scales are sent as they are"
+                yield _Stretch(piece, part.begin, min(part.end, piece.part.count) - part.begin, part.offset)
+
+        groups, sums = hashed or ({}, None)
+        launches = self._launches_of(slices, stretches, groups)
+        return [slices[at] for at in launches.run(self._scales, segment, sums)]
+
+    def _launches_of(
+        self, what: object, parts: Callable[[], Iterable[_Stretch]], groups: Mapping[str, int] | None = None,
+        measure: bool = False,
+    ) -> _Launches:  # fmt: skip
+        """The launches for some parts, made once for the same ``what`` as long as the shards are the same."""
+        known, launches = self._launches.get(measure, (None, _Launches([], [])))
+        if known is not what:
+            launches = self._new_launches(list(parts()), groups or {}, measure)
+            self._launches[measure] = what, launches
+        return launches
+
+    def _new_launches(self, parts: Sequence[_Stretch], groups: Mapping[str, int], measure: bool) -> _Launches:
         if not self._kernel:
-            return list(range(len(parts)))
+            return _Launches([], list(range(len(parts))))
         alike, left = dict[torch.dtype, list[tuple[_Stretch, torch.Tensor]]](), list[int]()
         for number, part in enumerate(parts):
             shard = self._found[part.piece.inner]
@@ -324,16 +370,15 @@ class QuantizingSource(ParameterSource):
                 left.append(number)
             elif part.numel > 0:
                 alike.setdefault(run.dtype, []).append((part, run))
-        groups, sums = hashed or ({}, None)
+        tables = []
         for dtype, found in alike.items():
-            key = (dtype, hashed is None, *((id(part.piece), *part[1:]) for part, _ in found))
+            key = (dtype, measure, bool(groups), *((id(part.piece), *part[1:]) for part, _ in found))
             if (table := self._tables.get(key)) is None:
                 block, dtypes = next(iter(self._blocks.values())), (dtype, self._dtype)
                 rectangles = self._in_memory([part for part, _ in found], groups)
                 table = self._tables[key] = QuantizeTable(rectangles, dtypes, block, self._device)
-            pointers = [target, *(run.data_ptr() for _, run in found), scales.data_ptr()]
-            table.run(pointers, sums, measure)
-        return left
+            tables.append((table, [run for _, run in found]))
+        return _Launches(tables, left)
 
     def _in_memory(self, parts: Sequence[_Stretch], groups: Mapping[str, int]) -> Iterator[Rectangle]:
         """Parts as the kernel reads them, each from a base of its own; the scales are after these."""

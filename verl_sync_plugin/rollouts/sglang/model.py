@@ -19,6 +19,8 @@ from verl_sync_plugin.rollouts.sglang.refusals import ARGUMENTS
 # A tied model's one weight as checkpoints have it, and its second name, which most checkpoints leave out
 EMBEDDING = re.compile(r"(?:[a-z_]+\.)*embed_tokens\.weight")
 HEAD = "lm_head.weight"
+# In fp32, of GLM's MoEs in SGLang 0.5.12 to 0.5.14; CUDA graphs read it where it lies
+ROUTER_COPY = "_weight_fp32"
 
 # Why a tensor of the trainer is rightly used by no engine rank; of any other that is an error. A tied head needs no
 # entry, for its bytes travel as the embedding's too
@@ -52,6 +54,8 @@ class SGLangModel(EngineModel):
         self._model = module  # for its methods, of which torch.nn.Module knows nothing
         self._copies_tied = copies_tied(module)
         _name_wrapped(module)
+        # Of a router's weight; without it a sync leaves the routing as it was (sgl-project/sglang#35883)
+        self._with_copies = [each for each in module.modules() if ROUTER_COPY in each._buffers]
 
     @property
     def layers(self) -> int:
@@ -101,6 +105,12 @@ class SGLangModel(EngineModel):
 
     def derive_after_load(self) -> None:
         self._model.post_load_weights()
+
+    @torch.no_grad()
+    def renew_copies(self) -> None:
+        for module in self._with_copies:
+            if (copy := module._buffers[ROUTER_COPY]) is not None:  # not before the first forward
+                copy.copy_(module.weight)
 
     def layout_token(self) -> tuple[object, ...]:
         """The places of all experts: SGLang's load balancing moves experts between the places of a parameter that stays

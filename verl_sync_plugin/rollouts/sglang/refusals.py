@@ -121,10 +121,20 @@ UNSERVABLE = (  # of these, use_rslora: it scales by alpha / r whatever that say
     "use_dora", "use_rslora", "modules_to_save", "bias", "lora_bias", "target_parameters", "rank_pattern",
     "alpha_pattern", "fan_in_fan_out",
 )  # fmt: skip
-# Families for which tests of this project show that a sync writes every parameter and persistent buffer; for the last
-# one a run on GPUs without the copy shows it too (mla-7b-2gpu-megatron-bridge-ep2-tp2-full in benchmarks/results).
-# The ledger checks it again in every run; an architecture outside this list keeps the copy.
-COVERED = _causal("Llama Qwen2 Qwen3 Qwen3Moe DeepseekV3")  # the last is Moonlight's, too
+# Families of which tests show that a sync writes all that the engine's sleep loses: parameters, and tensors that are
+# neither parameter nor buffer. SGLang brings buffers back itself. An architecture outside this list keeps the copy.
+COVERED = (
+    *_causal(
+        "Llama Mistral Qwen2 Qwen3 Phi Phi3 Gemma3 Cohere Cohere2 Granite Olmo Olmo2 Starcoder2 StableLm Glm4 Exaone4 "
+        "Arcee SmolLM3 SeedOss HunYuanDenseV1 Ernie4_5 Lfm2 OPT Mixtral Qwen2Moe Qwen3Moe Olmoe PhiMoE GraniteMoe "
+        "GraniteMoeHybrid DeepseekV2 DeepseekV3 Glm4Moe Glm4MoeLite Ernie4_5_Moe Lfm2Moe"
+    ),
+    "GPT2LMHeadModel",
+    *(
+        f"{name}ForConditionalGeneration"
+        for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Glm4v", "Gemma3")
+    ),
+)
 
 
 def refuse_keys(rollout: Any) -> None:
@@ -366,5 +376,5 @@ def keep_cpu_backup(model: Any) -> bool:
 
 
 def covered(architectures: list[str]) -> bool:
-    """True if a sync is known to write every parameter and persistent buffer of a model of these architectures."""
+    """True if a sync is known to write all that a sleeping model of these architectures loses."""
     return bool(architectures) and set(architectures) <= set(COVERED)

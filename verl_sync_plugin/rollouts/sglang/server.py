@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import multiprocessing
+import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
@@ -95,6 +96,8 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
             say(f"rollout server: the draft model {draft} keeps the weights of its checkpoint")
         hand_down(self.engine_token or new_token())
         backup = keep_cpu_backup(self.model_config)
+        if backup:  # allocated once: in every sleep, that would cost seconds
+            os.environ.setdefault("TMS_RETAIN_CPU_BACKUP", "1")
         with compat.launch_shims(), self._decided(backup):
             await super().launch_server(master_address=master_address, master_port=master_port, **more)
         # SGLang's schedulers and its detokenizer; what these start themselves, to compile kernels, comes and goes

@@ -125,17 +125,16 @@ class MegatronSource(Merging, JointSource):
         self._places: dict[str, int] = {}  # of this rank's parameters, by name
         self._weights: dict[str, AdaptedWeight] = {}  # of this rank, by name
         self._mergers: dict[str, Merge] = {}
-        self._shards: list[Shard] = []  # as long as every tensor stays the object it is, and on the device
         self._offloaded: dict[int, torch.Tensor] = {}
 
     def look(self) -> bool:
         other, moved = self._model.look()
         if other or moved:
-            self._shards = []
+            self.kept = None
         return other
 
     def read(self, run: str) -> RankLayout:
-        self._shards, self._mergers = [], {}
+        self.kept, self._mergers = None, {}
         groups = tuple(tuple(dist.get_process_group_ranks(group)) for group in self.groups())
         try:
             found = self._reader.read(self._model, run)
@@ -172,8 +171,9 @@ class MegatronSource(Merging, JointSource):
                     self.factors.shards[key] = self._factor(weight, key, self._model.tensors[place])
         if self._offloaded:
             return super().shards()
-        self._shards = self._shards or super().shards()
-        return self._shards
+        if self.kept is None:
+            self.kept = super().shards()
+        return self.kept
 
     def _home(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return self._offloaded.get(tensor.untyped_storage()._cdata)
