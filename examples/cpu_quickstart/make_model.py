@@ -27,6 +27,7 @@ from transformers import (
 )
 
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>"]
+GLM_TOKENS = ["<|user|>", "<|observation|>"]  # verl looks them up where the model is a GLM
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -104,7 +105,7 @@ KINDS: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Make a tokenizer with one token per byte, so that any text can be encoded without training."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate(SPECIAL_TOKENS + alphabet)}
+    vocabulary = {token: number for number, token in enumerate(SPECIAL_TOKENS + alphabet + GLM_TOKENS)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -113,7 +114,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         pad_token="<pad>",
         eos_token="<eos>",
         bos_token="<bos>",
-        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+        additional_special_tokens=["<|im_start|>", "<|im_end|>", *GLM_TOKENS],
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast

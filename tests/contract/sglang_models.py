@@ -22,6 +22,7 @@ KINDS: dict[str, Family] = {
     "qwen2-tied": FAMILIES["Qwen2, tied"],
     "qwen3-moe": Family("qwen3_moe", {**HEADS, **EXPERTS, "num_experts": 8, "moe_intermediate_size": 32}),
     "deepseek-v3": FAMILIES["DeepSeek-V3"],
+    "glm4-moe": FAMILIES["GLM-4.5"],
 }
 
 
@@ -132,11 +133,15 @@ def poison(model: torch.nn.Module) -> None:
             parameter.data.view(torch.uint8).fill_(0x5A)
 
 
+def plain(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What the modules hold that is neither parameter nor buffer."""
+    every = ((f"{path}.{key}", value) for path, each in model.named_modules() for key, value in vars(each).items())
+    return {name: value for name, value in every if isinstance(value, torch.Tensor)}
+
+
 def held(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every tensor a model holds as parameter, buffer or plain attribute, as bytes."""
-    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for path, module in model.named_modules():
-        found |= {f"{path}.{key}": value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers()), **plain(model)}
     return {name: t.detach().contiguous().reshape(-1).view(torch.uint8) for name, t in found.items() if t.numel()}
 
 

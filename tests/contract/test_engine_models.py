@@ -76,6 +76,21 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     a_router_bias_kept_in_fp32_is_compared(models.start(tmp_path, "deepseek-v3"))
 
 
+@on_ranks(2, timeout=500)
+@torch.no_grad()
+def test_the_copy_of_a_routers_weight_follows_it(tmp_path: Path) -> None:
+    """SGLang makes it in the first forward, and reads nothing else from then on."""
+    model = models.build(models.start(tmp_path, "glm4-moe"))
+    routers = [each for each in model.modules() if "_weight_fp32" in each._buffers]
+    wire = Wire(model)
+    for seed in (1, 2, 3):
+        wire.sync(weights_of("glm4-moe", seed))
+        for router in routers:
+            router(torch.zeros(1, router.weight.shape[1]))
+            assert torch.equal(router._weight_fp32, router.weight.float()), seed
+    assert routers and wire.manager.report.replayed_tensors == len(wire.plan.names)
+
+
 # Loaders that a model may give a parameter of its own, each of which does more, or another thing, than to copy; and why
 # its tensor is left to the model, empty if it is copied
 LOADERS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], str]] = {

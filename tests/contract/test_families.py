@@ -29,7 +29,7 @@ from contract.reading import State
 from contract.wire import engine_of
 from pages import DOCS, check, part
 from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.rollouts import rollout_of
+from verl_sync_plugin.rollouts import LocalSpec, rollout_of
 from verl_sync_plugin.rollouts.sglang import loader
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.sharding_manager import get_sharding_manager
@@ -114,8 +114,10 @@ def train(model: PreTrainedModel, sharded: torch.nn.Module, seed: int) -> None:
 
 
 def poisoned(config: Any, family: Family, byte: int) -> Any:
-    """SGLang's model, every byte of its parameters the same rubbish."""
+    """SGLang's model, every byte that a sleep loses the same rubbish: SGLang itself brings back buffers alone."""
     model = sglang_models.build(config)
+    for tensor in () if keeps_copy(config.hf_config.architectures) else sglang_models.plain(model).values():
+        tensor.reshape(-1).view(torch.uint8).fill_(byte)
     for parameter in model.parameters():
         if parameter.dim() or byte == POISON[0]:  # SGLang's load does not write the scales of a KV cache
             parameter.data.reshape(-1).view(torch.uint8).fill_(byte)
@@ -123,6 +125,12 @@ def poisoned(config: Any, family: Family, byte: int) -> Any:
         if not family.padded and hasattr(type(module), "use_padded_loading"):
             module.use_padded_loading = False
     return model
+
+
+def keeps_copy(architectures: list[str]) -> bool:
+    """True if an engine keeps a host copy of its weights while it sleeps."""
+    spec = LocalSpec("", {"architectures": architectures}, 1, "bfloat16", 0.4, True, True, SyncConfig())
+    return bool(rollout_of("sglang").prepare_local(spec).arguments[0]["enable_weights_cpu_backup"])
 
 
 def pair(folder: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -211,8 +219,9 @@ def outcome(
     if unlike:
         why = "; ".join(sorted(set(unlike.values())))
         said.append(f"{len(unlike)} of {total} not compared in the engine: {why}")
-    if kept:
-        said.append(f"{', '.join(kept)} left to the engine's host copy")
+    if keeps_copy(config.hf_config.architectures):
+        said.append(f"asleep with a host copy{' for ' if kept else ''}{', '.join(kept)}")
+    assert not kept or said[-1].startswith("asleep"), kept
     return "; ".join([*said, *(f"some left alone: {reason}" for reason in sorted(skipped))])
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -370,6 +371,18 @@ def test_a_draft_is_loaded_from_its_checkpoint_and_kept_while_the_engine_sleeps(
     asyncio.run(server.launch_server())
     launch = server.config.engine_kwargs["sglang"]
     assert (launch.get("enable_draft_weights_cpu_backup"), launch.get("speculative_draft_load_format")) == kept
+
+
+@pytest.mark.parametrize(("architecture", "retained"), [("Gemma2ForCausalLM", "1"), ("Qwen2ForCausalLM", None)])
+def test_the_host_copy_of_a_family_that_needs_one_is_allocated_once(
+    architecture: str, retained: str | None, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SGLangHttpServer, "launch_server", AsyncMock())
+    monkeypatch.setattr(os, "environ", {})
+    server = make(Manager(), **COLOCATED)
+    server.model_config.hf_config.architectures = [architecture]
+    asyncio.run(server.launch_server())
+    assert os.environ.get("TMS_RETAIN_CPU_BACKUP") == retained
 
 
 # What SGLang made of its arguments is judged as the given ones are

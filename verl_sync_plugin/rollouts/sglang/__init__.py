@@ -28,6 +28,7 @@ from verl_sync_plugin.rollouts import LocalLaunch, LocalSpec
 from verl_sync_plugin.rollouts.sglang.refusals import (  # noqa: F401  (some are what ``Rollout`` lists)
     DTYPES,
     REFUSED,
+    RETAIN_COPY,
     UNSERVED,
     Rows,
     covered,
@@ -148,6 +149,8 @@ def prepare_local(spec: LocalSpec) -> LocalLaunch:
     # On a CPU nothing is ever released, and copied even less
     keeps_copy = spec.cuda and not covered(architectures)
     variable = {"SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}  # verl runs with older ones too
+    if keeps_copy:
+        variable[RETAIN_COPY] = "1"
     if not spec.cuda:  # SGLang wants to know which cores each of its ranks has
         variable = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(spec.tensor_parallel_size)))}
     arguments = {

@@ -121,12 +121,12 @@ UNSERVABLE = (  # of these, use_rslora: it scales by alpha / r whatever that say
     "use_dora", "use_rslora", "modules_to_save", "bias", "lora_bias", "target_parameters", "rank_pattern",
     "alpha_pattern", "fan_in_fan_out",
 )  # fmt: skip
-# Families of which tests show that a sync writes all that the engine's sleep loses: parameters, and tensors that are
-# neither parameter nor buffer. SGLang brings buffers back itself. An architecture outside this list keeps the copy.
+# Architectures of which a sync writes all that the engine's sleep loses: every parameter, and what is computed of them.
+# Their models hold no other tensor but buffers, which SGLang brings back itself. All others keep a host copy.
 COVERED = (
     *_causal(
         "Llama Mistral Qwen2 Qwen3 Phi Phi3 Gemma3 Cohere Cohere2 Granite Olmo Olmo2 Starcoder2 StableLm Glm4 Exaone4 "
-        "Arcee SmolLM3 SeedOss HunYuanDenseV1 Ernie4_5 Lfm2 OPT Mixtral Qwen2Moe Qwen3Moe Olmoe PhiMoE GraniteMoe "
+        "Arcee SmolLM3 SeedOss HunYuanDenseV1 Ernie4_5 OPT Mixtral Qwen2Moe Qwen3Moe Olmoe PhiMoE GraniteMoe "
         "GraniteMoeHybrid DeepseekV2 DeepseekV3 Glm4Moe Glm4MoeLite Ernie4_5_Moe Lfm2Moe"
     ),
     "GPT2LMHeadModel",
@@ -135,6 +135,10 @@ COVERED = (
         for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Glm4v", "Gemma3")
     ),
 )
+
+
+# torch_memory_saver then allocates the copy once; allocated in every sleep, it costs seconds
+RETAIN_COPY = "TMS_RETAIN_CPU_BACKUP"
 
 
 def refuse_keys(rollout: Any) -> None:

@@ -37,6 +37,7 @@ from verl_sync_plugin.rollouts.sglang.refusals import (
     AT_LAUNCH,
     IN_FP8,
     REFUSED,
+    RETAIN_COPY,
     draft_of,
     keep_cpu_backup,
     refuse_arguments,
@@ -96,8 +97,8 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
             say(f"rollout server: the draft model {draft} keeps the weights of its checkpoint")
         hand_down(self.engine_token or new_token())
         backup = keep_cpu_backup(self.model_config)
-        if backup:  # allocated once: in every sleep, that would cost seconds
-            os.environ.setdefault("TMS_RETAIN_CPU_BACKUP", "1")
+        if backup:
+            os.environ.setdefault(RETAIN_COPY, "1")
         with compat.launch_shims(), self._decided(backup):
             await super().launch_server(master_address=master_address, master_port=master_port, **more)
         # SGLang's schedulers and its detokenizer; what these start themselves, to compile kernels, comes and goes
