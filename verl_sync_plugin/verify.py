@@ -56,7 +56,7 @@ class Comparison:
         config: for messages.
         agreement: where ranks settle.
         ranks: those paired with the ranks of this rank's engine; none where it has no engine.
-        restores_uncovered: the engine keeps a host copy of real weights.
+        real_weights: as in ``RolloutEndpoint``.
 
     Attributes:
         map: of this rank's engine rank.
@@ -68,10 +68,10 @@ class Comparison:
     """
 
     def __init__(
-        self, config: SyncConfig, agreement: Agreement, ranks: Sequence[int], restores_uncovered: bool = False
+        self, config: SyncConfig, agreement: Agreement, ranks: Sequence[int], real_weights: bool = False
     ) -> None:
         self._config, self._agreement = config, agreement
-        self._ranks, self._restores = tuple(ranks), restores_uncovered
+        self._ranks, self._real = tuple(ranks), real_weights
         self._known = ""  # digest of the plan of which all ranks know the maps
         self._maps: dict[str, LoadMap] = {}  # by digest
         self._said = set[str]()
@@ -169,9 +169,8 @@ class Comparison:
             self._refuse_unwritten(frozenset(names), layers)
 
     def _refuse_unwritten(self, sent: frozenset[str], layers: str) -> None:
-        """A host copy holds what the engine had at its start. That justifies a buffer that no sync ever writes, for the
-        model's class computes it. It justifies no weight: a parameter would be as old as the run, or as it was
-        allocated where no checkpoint holds it."""
+        """A buffer that no sync ever writes may stay as it was at the engine's start: the model's class computes it. A
+        parameter would be as old as the run, or as it was allocated where no checkpoint holds it."""
         missing = self.unwritten
         stale = [each for each in missing if each[1] or each[0].name in sent or not each[0].buffer]
         if stale:
@@ -182,7 +181,7 @@ class Comparison:
             )
         text = f"the sync leaves {len(missing)} of {self.tensor_count} engine parameters and buffers unwritten: "
         text += _elements(missing)
-        if missing and not self._restores:
+        if missing and not self._real:
             raise RuntimeError(
                 f"{FORMAT_KEY}=dummy: {text}. Without real weights they are random. Set {FORMAT_KEY}=auto."
             )

@@ -10,8 +10,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -27,7 +25,6 @@ from transformers import (
 )
 
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>"]
-GLM_TOKENS = ["<|user|>", "<|observation|>"]  # verl looks them up where the model is a GLM
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -72,18 +69,6 @@ KINDS: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
         MixtralForCausalLM,
         {"tie_word_embeddings": True, "num_local_experts": 4, "num_experts_per_tok": 4},
     ),
-    "glm4-moe": (
-        Glm4MoeConfig,
-        Glm4MoeForCausalLM,
-        {
-            "tie_word_embeddings": False,
-            "head_dim": 16,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 64,
-            "first_k_dense_replace": 1,
-        },
-    ),
     "gemma2": (
         Gemma2Config,
         Gemma2ForCausalLM,
@@ -105,7 +90,7 @@ KINDS: dict[str, tuple[type, type[PreTrainedModel], dict[str, Any]]] = {
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Make a tokenizer with one token per byte, so that any text can be encoded without training."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate(SPECIAL_TOKENS + alphabet + GLM_TOKENS)}
+    vocabulary = {token: number for number, token in enumerate(SPECIAL_TOKENS + alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -114,7 +99,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         pad_token="<pad>",
         eos_token="<eos>",
         bos_token="<bos>",
-        additional_special_tokens=["<|im_start|>", "<|im_end|>", *GLM_TOKENS],
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
     )
     fast.chat_template = CHAT_TEMPLATE
     return fast

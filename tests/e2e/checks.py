@@ -46,18 +46,14 @@ def same_weights(run: Run) -> None:
 
 
 def plugin_ran(
-    run: Run,
-    ranks: int,
-    manager: str = "FSDP2SGLangShardingManager",
-    model: str = "Qwen2ForCausalLM",
-    backup: str = "off",
+    run: Run, ranks: int, manager: str = "FSDP2SGLangShardingManager", model: str = "Qwen2ForCausalLM"
 ) -> None:
     """Every process role says that it is ours."""
     say = r"\[verl-sync-plugin\] pid \d+ "
     assert run.matching(say + "driver: weight sync on"), run.tail
     assert run.matching(r"\(TaskRunner\w* pid=\d+\) " + say + "task runner: replica 0 is ours"), run.tail
     assert run.matching(r"\(TaskRunner\w* pid=\d+\) " + say + rf"task runner: actor_rollout is {OUR_WORKER}"), run.tail
-    server = say + rf"rollout server: {re.escape(LOADER)}, CPU backup {backup}"
+    server = say + rf"rollout server: {re.escape(LOADER)}, CPU backup off"
     assert run.matching(r"\(SyncSGLangHttpServer pid=\d+\) " + server), run.tail
     for rank in range(ranks):
         actor = rf"actor rank {rank}: sharding manager {manager}, buckets of 1 MiB"

@@ -61,7 +61,7 @@ UNKNOWN = LoadMap("Model", 3, left=tuple(Left(n, "raises", "", ()) for n in rang
 @pytest.mark.parametrize(
     ("found", "known", "text"),
     [
-        # a host copy is no excuse for a parameter, nor for what is sent
+        # real weights are no excuse for a parameter, nor for what is sent
         (with_one_more(False, "lm_head.weight"), {}, r"leaves 1 of 3 .*in part: lm_head.weight \(0 of 4 elem"),
         (with_one_more(True, "a"), {}, r"leaves 1 of 3 .*in part: a \(0 of 4 elem"),
         (IN_PART, {}, r"in part: model\.normalizer \(1 of 4 elements\)"),

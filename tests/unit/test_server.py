@@ -373,7 +373,7 @@ def test_a_draft_is_loaded_from_its_checkpoint_and_kept_while_the_engine_sleeps(
     assert (launch.get("enable_draft_weights_cpu_backup"), launch.get("speculative_draft_load_format")) == kept
 
 
-@pytest.mark.parametrize(("architecture", "retained"), [("Gemma2ForCausalLM", "1"), ("Qwen2ForCausalLM", None)])
+@pytest.mark.parametrize(("architecture", "retained"), [("NemotronHForCausalLM", "1"), ("Qwen2ForCausalLM", None)])
 def test_the_host_copy_of_a_family_that_needs_one_is_allocated_once(
     architecture: str, retained: str | None, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,9 +106,9 @@ class SyncAdapter:
         """The handle of the engine's server actor."""
         raise NotImplementedError
 
-    def restores_uncovered(self, sleeps: bool) -> bool:
-        """As in ``RolloutEndpoint``, for an engine that sleeps, or that never releases its weights."""
-        raise NotImplementedError
+    @property
+    def real_weights(self) -> bool:
+        return not str(self.config.load_format).startswith("dummy")
 
     async def _init_server_adapter(self, **more: Any) -> None:
         """Finds the server actor. Replaces verl's, which builds an HTTP client that this path does not use."""
@@ -221,7 +221,7 @@ class SyncAdapter:
             self.rollout,
             calls_of(self.server_actor, TrainerWorld.after_loss) if mesh.get_local_rank() == 0 else None,
             tuple(mesh.mesh.tolist()),
-            self.restores_uncovered(sleeps=True),
+            self.real_weights,
             self._sync.timeout_seconds,
             awake_after_load=not (config.free_cache_engine and self._stages[1]),
         )
@@ -241,7 +241,7 @@ class SyncAdapter:
             self.rollout,
             calls_of(self.find_server(), membership.ranks.after_loss) if place == 0 else None,
             ranks,
-            self.restores_uncovered(sleeps=False),
+            self.real_weights,
             self._sync.timeout_seconds,
             # A server whose driver has released its KV cache flushes when that is back, whatever it is asked
         )

@@ -51,7 +51,7 @@ class RolloutEndpoint:
         call: on the leader; ``None`` on all other ranks.
         ranks: global ranks next to the engine's ranks, in tensor-parallel order; none for a trainer rank of a separate
             run, which refuses for the engine all the same.
-        restores_uncovered: what no sync writes comes back from a host copy of real (not dummy) weights.
+        real_weights: the engine began with a checkpoint's, not with random ones.
         timeout_seconds: bound on every call.
         awake_after_load: nothing of the engine is left to be resumed once it has loaded.
 
@@ -65,12 +65,12 @@ class RolloutEndpoint:
         engine: Rollout,
         call: Call | None,
         ranks: tuple[int, ...] = (),
-        restores_uncovered: bool = False,
+        real_weights: bool = False,
         timeout_seconds: float = 0.0,
         awake_after_load: bool = True,
     ) -> None:
         self.engine, self.name, self.leader, self.ranks = engine, engine.ENGINE, call is not None, ranks
-        self.restores_uncovered = restores_uncovered
+        self.real_weights = real_weights
         self._call = call
         self._timeout, self._awake_after_load = timeout_seconds, awake_after_load
 

@@ -90,7 +90,7 @@ class ShardingManager(BaseShardingManager):
         self.sender = BucketSender(device, config.timeout_seconds)
         self.meeting = MeetingPoint(self.agreement, endpoint, self.sender, config.timeout_seconds)
         self.ways = Ways(config, self.agreement, self.sender, own)
-        self.comparison = Comparison(config, self.agreement, endpoint.ranks, endpoint.restores_uncovered)
+        self.comparison = Comparison(config, self.agreement, endpoint.ranks, endpoint.real_weights)
         self.cadence = Cadence(config.verify)
         self.report = SyncReport()
         self._measured = partial(measured, device=device, attempt=self.agreement.attempt)

@@ -124,10 +124,6 @@ class _Launches(NamedTuple):
         return self.left
 
 
-def _stretches(units: Sequence[_Unit]) -> list[_Stretch]:
-    return [_Stretch(piece, 0, piece.part.count, 0) for unit in units for piece in unit.pieces]
-
-
 class QuantizingSource(ParameterSource):
     """Wraps ``inner``; the policy names what is quantized, and the dtype to which values are cast before.
 
@@ -146,8 +142,7 @@ class QuantizingSource(ParameterSource):
         self._found: Sequence[Shard] = ()
         self._made: list[Shard] = []  # of these
         self._travels: list[_Piece | _Unit] = []
-        self._units: list[_Unit] = []  # all, and what is measured of them
-        self._parts: list[_Stretch] = []
+        self._units: list[_Unit] = []  # in them
         self._done: set[int] = set()  # units whose scales are those of this sync, by their first
         self._largest = self._scales = self._inverse = torch.empty(0)
         sizes = {size for block in self._blocks.values() for size in block}
@@ -227,7 +222,6 @@ class QuantizingSource(ParameterSource):
         self._travels, self._units = [], [each for each in found if isinstance(each, _Unit)]
         for each in found:
             self._travels += [*each.pieces, each] if isinstance(each, _Unit) else [each]
-        self._parts = _stretches(self._units)
         self._largest = torch.zeros(end, dtype=torch.float32, device=self._device)
         self._scales, self._inverse = torch.empty_like(self._largest), torch.empty_like(self._largest)
 
@@ -274,10 +268,10 @@ class QuantizingSource(ParameterSource):
                 yield from self._inner.prepare(tuple(sorted(needed)), [self._inner_of(bucket) for bucket in ahead])
         if not units:
             return
-        parts = self._parts if units is self._units else _stretches(units)
-        launches = self._launches_of(parts, lambda: parts, measure=True)
+        pieces = [piece for unit in units for piece in unit.pieces]
+        launches = self._launches_of(units, (_Stretch(each, 0, each.part.count, 0) for each in pieces), measure=True)
         for at in launches.run(self._largest, measure=True):
-            self._measure(parts[at].piece)
+            self._measure(pieces[at])
         span = slice(units[0].first, units[-1].end)  # of what lies between, too: it stays, or comes later
         largest = self._largest[span].clone()
         if self.group is not None:
@@ -337,48 +331,43 @@ class QuantizingSource(ParameterSource):
         self, segment: int, slices: Sequence[Slice], hashed: tuple[Mapping[str, int], torch.Tensor] | None = None
     ) -> Sequence[Slice]:
         """Quantizes slices of bases; see ``Fill``."""
-
-        def stretches() -> Iterator[_Stretch]:
-            for part in slices:
-                piece = self._travels[part.base]
-                assert isinstance(piece, _Piece), "scales are sent as they are"
-                yield _Stretch(piece, part.begin, min(part.end, piece.part.count) - part.begin, part.offset)
-
         groups, sums = hashed or ({}, None)
-        launches = self._launches_of(slices, stretches, groups)
+        launches = self._launches_of(slices, map(self._stretch, slices), groups)
         return [slices[at] for at in launches.run(self._scales, segment, sums)]
 
-    def _launches_of(
-        self, what: object, parts: Callable[[], Iterable[_Stretch]], groups: Mapping[str, int] | None = None,
-        measure: bool = False,
-    ) -> _Launches:  # fmt: skip
-        """The launches for some parts, made once for the same ``what`` as long as the shards are the same."""
-        known, launches = self._launches.get(measure, (None, _Launches([], [])))
-        if known is not what:
-            launches = self._new_launches(list(parts()), groups or {}, measure)
-            self._launches[measure] = what, launches
-        return launches
+    def _stretch(self, part: Slice) -> _Stretch:
+        piece = self._travels[part.base]
+        assert isinstance(piece, _Piece), "scales are sent as they are"
+        return _Stretch(piece, part.begin, min(part.end, piece.part.count) - part.begin, part.offset)
 
-    def _new_launches(self, parts: Sequence[_Stretch], groups: Mapping[str, int], measure: bool) -> _Launches:
-        if not self._kernel:
-            return _Launches([], list(range(len(parts))))
+    def _launches_of(
+        self, what: object, parts: Iterable[_Stretch], groups: Mapping[str, int] | None = None, measure: bool = False
+    ) -> _Launches:
+        """One launch for all parts of a dtype; made once for the same ``what`` and the same shards."""
+        known = self._launches.get(measure)
+        if known is not None and known[0] is what:
+            return known[1]
         alike, left = dict[torch.dtype, list[tuple[_Stretch, torch.Tensor]]](), list[int]()
         for number, part in enumerate(parts):
+            if not self._kernel:
+                left.append(number)
+                continue
             shard = self._found[part.piece.inner]
             run = shard.local() if shard.run is None else shard.run
             if shard.merge is not None or run.device != self._device or not run.is_contiguous():
                 left.append(number)
             elif part.numel > 0:
                 alike.setdefault(run.dtype, []).append((part, run))
-        tables = []
+        launches = _Launches([], left)
         for dtype, found in alike.items():
             key = (dtype, measure, bool(groups), *((id(part.piece), *part[1:]) for part, _ in found))
             if (table := self._tables.get(key)) is None:
                 block, dtypes = next(iter(self._blocks.values())), (dtype, self._dtype)
-                rectangles = self._in_memory([part for part, _ in found], groups)
+                rectangles = self._in_memory([part for part, _ in found], groups or {})
                 table = self._tables[key] = QuantizeTable(rectangles, dtypes, block, self._device)
-            tables.append((table, [run for _, run in found]))
-        return _Launches(tables, left)
+            launches.tables.append((table, [run for _, run in found]))
+        self._launches[measure] = what, launches
+        return launches
 
     def _in_memory(self, parts: Sequence[_Stretch], groups: Mapping[str, int]) -> Iterator[Rectangle]:
         """Parts as the kernel reads them, each from a base of its own; the scales are after these."""

@@ -172,7 +172,7 @@ def prepare_local(spec: LocalSpec) -> LocalLaunch:
         f"{__name__}.script_server",
         (arguments, spec.sync.timeout_seconds, spec.random_weights, keeps_copy),
         variable,
-        keeps_copy and not spec.random_weights,
+        not spec.random_weights,
     )
 
 

@@ -11,7 +11,6 @@ from verl.workers.rollout.sglang_rollout.utils import lora_served_as_adapter
 
 from verl_sync_plugin.rollouts import rollout_of
 from verl_sync_plugin.rollouts.adapter import SyncAdapter
-from verl_sync_plugin.rollouts.sglang.refusals import keep_cpu_backup
 
 
 class SyncServerAdapter(SyncAdapter, ServerAdapter):
@@ -30,7 +29,3 @@ class SyncServerAdapter(SyncAdapter, ServerAdapter):
 
     def find_server(self) -> Any:
         return ray.get_actor(f"sglang_server_{self.replica_rank}_{self.node_rank}")
-
-    def restores_uncovered(self, sleeps: bool) -> bool:
-        real = not str(self.config.load_format).startswith("dummy")
-        return real and (not sleeps or keep_cpu_backup(self.model_config))

@@ -89,8 +89,8 @@ SAME_DTYPES = {"half": "float16", "float": "float32"}
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def _causal(names: str) -> list[str]:
-    return [f"{name}ForCausalLM" for name in names.split()]
+def _causal(names: str, kind: str = "ForCausalLM") -> list[str]:
+    return [f"{name}{kind}" for name in names.split()]
 
 
 # Where SGLang builds experts into every layer, whatever the configuration says about dense ones
@@ -125,15 +125,12 @@ UNSERVABLE = (  # of these, use_rslora: it scales by alpha / r whatever that say
 # Their models hold no other tensor but buffers, which SGLang brings back itself. All others keep a host copy.
 COVERED = (
     *_causal(
-        "Llama Mistral Qwen2 Qwen3 Phi Phi3 Gemma3 Cohere Cohere2 Granite Olmo Olmo2 Starcoder2 StableLm Glm4 Exaone4 "
-        "Arcee SmolLM3 SeedOss HunYuanDenseV1 Ernie4_5 OPT Mixtral Qwen2Moe Qwen3Moe Olmoe PhiMoE GraniteMoe "
-        "GraniteMoeHybrid DeepseekV2 DeepseekV3 Glm4Moe Glm4MoeLite Ernie4_5_Moe Lfm2Moe"
+        "Llama Mistral Qwen2 Qwen3 Phi Phi3 Gemma Gemma2 Gemma3 Cohere Cohere2 Granite Olmo Olmo2 Starcoder2 StableLm "
+        "Glm4 Exaone4 Apertus Arcee SmolLM3 SeedOss HunYuanDenseV1 Ernie4_5 OPT Mixtral Qwen2Moe Qwen3Moe Qwen3Next "
+        "Olmoe PhiMoE GptOss GraniteMoe GraniteMoeHybrid DeepseekV2 DeepseekV3 Glm4Moe Glm4MoeLite Ernie4_5_Moe Lfm2Moe"
     ),
+    *_causal("Qwen2VL Qwen2_5_VL Qwen3VL Qwen3VLMoe Qwen3_5 Glm4v Gemma3", "ForConditionalGeneration"),
     "GPT2LMHeadModel",
-    *(
-        f"{name}ForConditionalGeneration"
-        for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Glm4v", "Gemma3")
-    ),
 )
 
 
