@@ -49,7 +49,7 @@ class BareEngine(ScriptServer):
             "skip_server_warmup": True, "nccl_port": free_port(), "log_level": "error",
             "sleep_on_idle": True,  # a scheduler without work would keep a core busy
         }  # fmt: skip
-        super().__init__({**arguments, **more}, 60.0, random_weights=False, keeps_copy=True)
+        super().__init__({**arguments, **more}, 60.0, random_weights=False)
         threading.Thread(target=self.engine.loop.run_forever, daemon=True).start()
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:

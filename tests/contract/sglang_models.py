@@ -134,9 +134,14 @@ def poison(model: torch.nn.Module) -> None:
 
 
 def plain(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What the modules hold that is neither parameter nor buffer."""
+    """What the modules hold that is neither parameter nor buffer, nor a view of one."""
+    known = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
     every = ((f"{path}.{key}", value) for path, each in model.named_modules() for key, value in vars(each).items())
-    return {name: value for name, value in every if isinstance(value, torch.Tensor)}
+    return {name: each for name, each in every if isinstance(each, torch.Tensor) and storage_of(each) not in known}
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def held(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -60,7 +60,7 @@ def test_what_is_no_prompt_is_refused_by_name(ids: Any, sampling: Any, mask: Any
 
 
 def test_the_engine_keeps_a_copy_for_a_family_that_is_not_known_to_be_covered() -> None:
-    spec = LocalSpec("folder", {"architectures": ["NemotronHForCausalLM"]}, 2, "bfloat16", 0.4, True, True, SyncConfig())
+    spec = LocalSpec("folder", {"architectures": ["NewForCausalLM"]}, 2, "bfloat16", 0.4, True, True, SyncConfig())
     launch = rollout_of("sglang").prepare_local(spec)
     assert launch.arguments[0]["enable_weights_cpu_backup"]
     assert launch.environment["TMS_RETAIN_CPU_BACKUP"] == "1"  # allocated once

@@ -20,8 +20,6 @@ import hydra_run
 from hydra_run import CONFIG_DIR, composed, config_of, refused, rollout_of
 from verl_sync_plugin.config.settings import (
     DEFAULT_MEGABYTES,
-    GONE,
-    GONE_DELIVERIES,
     KEY_PREFIX,
     LONG_BUCKET_KEY,
     SEPARATE_BACKEND,
@@ -56,15 +54,14 @@ REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
     *((f"{key}=???", f"{key}=???: no value", "Give it one, or remove") for key in MISSING),
     # keys of the sync
     (f"{SYNC}.timeout_second=5", f"{SYNC}.timeout_second=5: unknown", f"Did you mean {SYNC}.timeout_seconds?"),
-    (f"{SYNC}.canary=log", "sync.canary='log': gone; remove it", "max_probs_diff"),
+    (f"{SYNC}.canary=log", "sync.canary='log': unknown key", "max_probs_diff"),
     *((f"+{CUSTOM}.{key}.enabled=False", f"custom.{key}={{'enabled': False}}: ", f"Did you mean {SYNC}?")
       for key in ("snyc", "Sync", "syn", "syncs")),
     *((f"+{key}.enabled=False", f"{key}.enabled=False: nothing reads it there", f"Use {SYNC}.enabled.")
       for key in ("rollout.sync", "sync", "custom.sync", "actor_rollout_ref.rollout.sync")),
     # buckets
-    (f"{SHORT_BUCKET_KEY}=auto", f"{SHORT_BUCKET_KEY}='auto': gone", ""),
     *((f"{key}={bad}", f"{key}={bad}: {why}", f"{key}=512") for key in BUCKET for bad, why in (
-        (True, "not a whole number of MiB"), (0.5, "not a whole number of MiB"), (0, "a bucket must hold at least 1"))),
+        *((bad, "not a whole number of MiB") for bad in ("'auto'", True, 0.5)), (0, "a bucket must hold at least 1"))),
     # verl's default, given by hand, counts as given
     ((f"{SHORT_BUCKET_KEY}=512", f"{LONG_BUCKET_KEY}=2048"), "are both given and differ", "Remove one"),
     # pauses and separate rollouts
@@ -298,10 +295,8 @@ def test_defaults_and_mappings(wrap: Callable[..., Any]) -> None:
         ("timeout_seconds", (0, -1.5, True, "300", float("inf"), float("nan"), None, 86401), "Use for example 300"),
         ("verify", ("sometimes", True, 0, 1.5, None), "Use one of never, first, always, or a number: 10 for every"),
         ("pause", ("stop", 3, None), "Use one of abort, retract, in_place."),
-        ("delivery", ("in-place", None, ["auto"]), "Use one of auto, staged."),
-        ("delivery", GONE_DELIVERIES, f"gone; remove it, or use {SYNC}.delivery=staged"),
+        ("delivery", ("in-place", "broadcast", None, ["auto"]), "Use one of auto, staged."),
         ("max_probs_diff", (0, 2, True, "much", float("nan")), "Use for example 0.02, or remove it."),
-        *((key, (True, "auto", 7), f"gone; remove it: {why}.") for key, why in GONE.items()),
         ("zzz", (5,), "unknown key. Known keys: enabled, timeout_seconds, verify, pause, delivery, max_probs_diff."),
     ],
 )

@@ -311,7 +311,7 @@ def test_a_scripts_engine_releases_memory_once_it_is_idle() -> None:
     manager = server.tokenizer_manager = mock.Mock(
         flush_cache=AsyncMock(return_value=flushed), release_memory_occupation=AsyncMock()
     )
-    server._keeps_copy, server._unready = True, ""
+    server._unready = ""
     server.expect_updates(1.0)
     asyncio.run(server.release_tags(["kv_cache"]))
     asyncio.run(server.release_tags(["weights"]))  # nothing can have run since

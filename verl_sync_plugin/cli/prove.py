@@ -8,13 +8,11 @@ log-probabilities. The judges share no code with what moves the bytes.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl_sync_plugin.errors import RolloutError, SyncError
@@ -52,7 +50,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "verl_sync_plugin.cli. The exit code is 1 where anything differs, or could not be compared at all, else 0.",
     )
     parser.add_argument("model", help="folder of a HF checkpoint")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size of the engine; as many processes")
     parser.add_argument("--syncs", type=int, default=3, help="each after its own reset of the engine's weights")
     parser.add_argument("--dtype", default="bfloat16", help="of the engine")
@@ -79,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     checks: list[Check] = []
     reports: list[SyncReport] = []
-    with _output_for_json() if arguments.json else nullcontext(), _world():
+    with _world():
         try:
             prove(arguments, checks, reports)
         except (RolloutError, SyncError, torch.OutOfMemoryError, MemoryError) as error:  # ends the checks, as the last
@@ -88,43 +85,20 @@ def run(arguments: argparse.Namespace) -> int:
             checks.append(Check("the run", False, f"{text} {_MORE_ROOM}" if memory else text))
     passed = all(check.passed for check in checks)
     if os.environ.get("RANK", "0") == "0":
-        found = {
-            "model": model,
-            "passed": passed,
-            # of the syncs' own proofs, the one that shows least
-            "compared": min((report.verified_tensors for report in reports), default=0),
-            "not_comparable": max((report.not_comparable for report in reports), default=0),
-            "checks": [asdict(check) for check in checks],
-        }
-        print(json.dumps(found, indent=2) if arguments.json else table(found))
+        print(table(checks, reports))
     return 0 if passed else 1
 
 
-@contextmanager
-def _output_for_json() -> Iterator[None]:
-    """Sends what this process and the engine's print to the standard error, so that the output is JSON alone."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
-def table(found: dict[str, Any]) -> str:
+def table(checks: Sequence[Check], reports: Sequence[SyncReport]) -> str:
     """The checks, one a line, and what they prove."""
-    width = max(len(check["check"]) for check in found["checks"])
-    lines = [
-        f"{check['check']:{width}}  {'ok' if check['passed'] else 'FAILED':6}  {check['found']}"
-        for check in found["checks"]
-    ]
-    verdict = "proven" if found["passed"] else "NOT proven"
-    if found["passed"] and found["not_comparable"]:
+    width, passed = max(len(check.check) for check in checks), all(check.passed for check in checks)
+    lines = [f"{each.check:{width}}  {'ok' if each.passed else 'FAILED':6}  {each.found}" for each in checks]
+    verdict = "proven" if passed else "NOT proven"
+    # of the syncs' own proofs, the one that shows least
+    if passed and (left := max((report.not_comparable for report in reports), default=0)):
+        compared = min(report.verified_tensors for report in reports)
         verdict += " by the digests of all parameters; the syncs themselves compared "
-        verdict += f"{found['compared']} tensors in the engine, and could not compare {found['not_comparable']}"
+        verdict += f"{compared} tensors in the engine, and could not compare {left}"
     return "\n".join([*lines, "", verdict])
 
 

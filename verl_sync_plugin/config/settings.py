@@ -30,23 +30,6 @@ SWITCHED_OFF = (
 SHARES_GPU = "_another_engine_on_this_gpu"  # set by our trainer next to ``sync``: no cache of the trainer may stay
 MISSING = "???"  # omegaconf's mark of a value that is still to be given
 
-# Keys of earlier versions, and what replaces them
-GONE = {
-    "verify_hashes": "every byte is hashed and compared in every sync",
-    "check_finite": "a NaN or Inf among the weights fails the sync and names the parameter",
-    "copy_plan": "the engine's own copies are replayed as soon as they are proven",
-    "wire_dtype": "weights travel in rollout.dtype, and wider where the engine keeps or computes them wider",
-    "keep_dtype": "weights travel in rollout.dtype, and wider where the engine keeps or computes them wider",
-    "weights_cpu_backup": "the plugin decides it by the model",
-    "empty_cache": "the trainer hands its cached memory back when the engine would not have enough",
-    "release_cuda_graph": "CUDA graphs stay while the engine sleeps; a lower rollout.gpu_memory_utilization makes room",
-    **dict.fromkeys(
-        ("canary", "canary_threshold", "canary_every"),
-        "max_probs_diff stops a run whose training/rollout_probs_diff_mean (verl's) is larger",
-    ),
-}
-GONE_DELIVERIES = ("direct", "sharded", "exchanged", "gathered", "broadcast")
-
 
 class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of the sync; the defaults suit any run.
@@ -90,15 +73,10 @@ _USE = {
 
 def _checked(key: str, value: Any) -> Any:
     named = f"{KEY_PREFIX}.{key}={value!r}: "
-    if key in GONE:
-        raise ValueError(f"{named}gone; remove it: {GONE[key]}.")
     if key not in _KNOWN:
         close = difflib.get_close_matches(key, _KNOWN, n=1)
         hint = f"Did you mean {KEY_PREFIX}.{close[0]}?" if close else f"Known keys: {', '.join(_KNOWN)}."
         raise ValueError(f"{named}unknown key. {hint}")
-    if key == "delivery" and value in GONE_DELIVERIES:
-        where = "the way follows from where the memory lies"
-        raise ValueError(f"{named}gone; remove it, or use {KEY_PREFIX}.delivery=staged: {where}.")
     try:
         if isinstance(value, float) and not math.isfinite(value):
             raise msgspec.ValidationError("not a finite number")
@@ -151,7 +129,7 @@ def refuse_misplaced(config: Any) -> None:
     for length in range(len(path)):
         for some in combinations(path, length):
             sync = OmegaConf.select(config, key := ".".join((*some, last)))
-            if isinstance(sync, Mapping) and sync and {*_KNOWN, *GONE}.issuperset(sync):
+            if isinstance(sync, Mapping) and sync and {*_KNOWN}.issuperset(sync):
                 name = next(iter(sync))
                 raise ValueError(f"{key}.{name}={sync[name]!r}: nothing reads it there. Use {KEY_PREFIX}.{name}.")
 
@@ -193,8 +171,6 @@ def check_bucket_megabytes(short: Any, long: Any) -> int:
     """The bucket size in MiB from the short key (``None`` when not given) and the long one."""
     given = {LONG_BUCKET_KEY: long} if short is None else {SHORT_BUCKET_KEY: short, LONG_BUCKET_KEY: long}
     for key, value in given.items():
-        if value == "auto":
-            raise ValueError(f"{key}='auto': gone. Use a number of MiB, such as {key}=512, which is the default.")
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"{key}={value!r}: not a whole number of MiB. Use for example {key}=512.")
         if value <= 0:

@@ -19,15 +19,7 @@ import torch
 from verl_sync_plugin.copies.copier import BucketMemory, Copier, Memory, Prepared
 from verl_sync_plugin.copies.plain import Block
 from verl_sync_plugin.copies.table import QuantizeTable, Rectangle
-from verl_sync_plugin.engine.introduce import (
-    Storages,
-    in_box,
-    introduce,
-    is_turned,
-    kept_in_fp8,
-    memory_of,
-    unturned,
-)
+from verl_sync_plugin.engine.introduce import Storages, in_box, introduce, is_turned, kept_in_fp8, memory_of, unturned
 from verl_sync_plugin.engine.model import EngineModel, FusedPairs, partner_of
 from verl_sync_plugin.engine.recorder import Source, model_tensors
 from verl_sync_plugin.layout.load_map import (

@@ -110,18 +110,7 @@ class _Unit:
     pieces: list[_Piece] = field(default_factory=list)
 
 
-class _Launches(NamedTuple):
-    """A table of the kernel for each dtype, with what it reads; ``left``: the numbers of parts that it cannot read."""
-
-    tables: list[tuple[QuantizeTable, list[torch.Tensor]]]
-    left: list[int]
-
-    def run(
-        self, scales: torch.Tensor, target: int = 0, sums: torch.Tensor | None = None, measure: bool = False
-    ) -> list[int]:
-        for table, found in self.tables:
-            table.run([target, *(run.data_ptr() for run in found), scales.data_ptr()], sums, measure)
-        return self.left
+_Tables = list[tuple[QuantizeTable, list[torch.Tensor]]]  # with what each reads
 
 
 class QuantizingSource(ParameterSource):
@@ -150,7 +139,7 @@ class QuantizingSource(ParameterSource):
         old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)  # knows no fp8
         self._kernel = fits and not old and kernel_works(device)
         self._tables: dict[object, QuantizeTable] = {}
-        self._launches: dict[bool, tuple[object, _Launches]] = {}  # of ``_found``; True: they measure
+        self._launches: dict[bool, tuple[object, _Tables, list[int]]] = {}  # of ``_found``; True: they measure
 
     @property
     def direct(self) -> bool:
@@ -269,8 +258,8 @@ class QuantizingSource(ParameterSource):
         if not units:
             return
         pieces = [piece for unit in units for piece in unit.pieces]
-        launches = self._launches_of(units, (_Stretch(each, 0, each.part.count, 0) for each in pieces), measure=True)
-        for at in launches.run(self._largest, measure=True):
+        parts = (_Stretch(each, 0, each.part.count, 0) for each in pieces)
+        for at in self._run_kernel(units, parts, self._largest, measure=True):
             self._measure(pieces[at])
         span = slice(units[0].first, units[-1].end)  # of what lies between, too: it stays, or comes later
         largest = self._largest[span].clone()
@@ -331,22 +320,32 @@ class QuantizingSource(ParameterSource):
         self, segment: int, slices: Sequence[Slice], hashed: tuple[Mapping[str, int], torch.Tensor] | None = None
     ) -> Sequence[Slice]:
         """Quantizes slices of bases; see ``Fill``."""
-        groups, sums = hashed or ({}, None)
-        launches = self._launches_of(slices, map(self._stretch, slices), groups)
-        return [slices[at] for at in launches.run(self._scales, segment, sums)]
+        left = self._run_kernel(slices, map(self._stretch, slices), self._scales, segment, hashed)
+        return [slices[at] for at in left]
 
     def _stretch(self, part: Slice) -> _Stretch:
         piece = self._travels[part.base]
         assert isinstance(piece, _Piece), "scales are sent as they are"
         return _Stretch(piece, part.begin, min(part.end, piece.part.count) - part.begin, part.offset)
 
-    def _launches_of(
-        self, what: object, parts: Iterable[_Stretch], groups: Mapping[str, int] | None = None, measure: bool = False
-    ) -> _Launches:
-        """One launch for all parts of a dtype; made once for the same ``what`` and the same shards."""
-        known = self._launches.get(measure)
-        if known is not None and known[0] is what:
-            return known[1]
+    def _run_kernel(
+        self, what: object, parts: Iterable[_Stretch], scales: torch.Tensor, target: int = 0,
+        hashed: tuple[Mapping[str, int], torch.Tensor] | None = None, measure: bool = False,
+    ) -> list[int]:  # fmt: skip
+        """Starts one launch for all parts of a dtype; returns the numbers of those that the kernel cannot read. Both
+        are found once for the same ``what``, of which these are the parts, and the same shards."""
+        groups, sums = hashed or ({}, None)
+        known, tables, left = self._launches.get(measure, (None, [], []))
+        if known is not what:
+            tables, left = self._tables_of(parts, groups, measure)
+            self._launches[measure] = what, tables, left
+        for table, found in tables:
+            table.run([target, *(run.data_ptr() for run in found), scales.data_ptr()], sums, measure)
+        return left
+
+    def _tables_of(
+        self, parts: Iterable[_Stretch], groups: Mapping[str, int], measure: bool
+    ) -> tuple[_Tables, list[int]]:
         alike, left = dict[torch.dtype, list[tuple[_Stretch, torch.Tensor]]](), list[int]()
         for number, part in enumerate(parts):
             if not self._kernel:
@@ -358,16 +357,15 @@ class QuantizingSource(ParameterSource):
                 left.append(number)
             elif part.numel > 0:
                 alike.setdefault(run.dtype, []).append((part, run))
-        launches = _Launches([], left)
+        tables: _Tables = []
         for dtype, found in alike.items():
             key = (dtype, measure, bool(groups), *((id(part.piece), *part[1:]) for part, _ in found))
             if (table := self._tables.get(key)) is None:
                 block, dtypes = next(iter(self._blocks.values())), (dtype, self._dtype)
-                rectangles = self._in_memory([part for part, _ in found], groups or {})
+                rectangles = self._in_memory([part for part, _ in found], groups)
                 table = self._tables[key] = QuantizeTable(rectangles, dtypes, block, self._device)
-            launches.tables.append((table, [run for _, run in found]))
-        self._launches[measure] = what, launches
-        return launches
+            tables.append((table, [run for _, run in found]))
+        return tables, left
 
     def _in_memory(self, parts: Sequence[_Stretch], groups: Mapping[str, int]) -> Iterator[Rectangle]:
         """Parts as the kernel reads them, each from a base of its own; the scales are after these."""

@@ -21,15 +21,7 @@ from typing import Any
 import msgspec
 
 from verl_sync_plugin.log import say
-from verl_sync_plugin.transport.protocol import (
-    Commit,
-    Committed,
-    Failed,
-    Hello,
-    Load,
-    Loaded,
-    Ready,
-)
+from verl_sync_plugin.transport.protocol import Commit, Committed, Failed, Hello, Load, Loaded, Ready
 
 MOST_BYTES = 1 << 30  # of a message; a manifest of 20000 tensors on 8 ranks has 12 MB
 _HEADER = struct.Struct("!IB")  # bytes that follow these four, and the number of the kind

@@ -148,9 +148,7 @@ def prepare_local(spec: LocalSpec) -> LocalLaunch:
         refuse_arguments(spec.arguments.get, "engine", "leave it out", rows=rows)
     # On a CPU nothing is ever released, and copied even less
     keeps_copy = spec.cuda and not covered(architectures)
-    variable = {"SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}  # verl runs with older ones too
-    if keeps_copy:
-        variable[RETAIN_COPY] = "1"
+    variable = {"SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"} | ({RETAIN_COPY: "1"} if keeps_copy else {})  # as verl
     if not spec.cuda:  # SGLang wants to know which cores each of its ranks has
         variable = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(spec.tensor_parallel_size)))}
     arguments = {
@@ -167,13 +165,8 @@ def prepare_local(spec: LocalSpec) -> LocalLaunch:
         "skip_tokenizer_init": True,
         "custom_weight_loader": [*(spec.arguments.get("custom_weight_loader") or []), f"{LOADER}.load"],
     }
-    return LocalLaunch(
-        ENGINE,
-        f"{__name__}.script_server",
-        (arguments, spec.sync.timeout_seconds, spec.random_weights, keeps_copy),
-        variable,
-        not spec.random_weights,
-    )
+    given = arguments, spec.sync.timeout_seconds, spec.random_weights
+    return LocalLaunch(ENGINE, f"{__name__}.script_server", given, variable, not spec.random_weights)
 
 
 if TYPE_CHECKING:

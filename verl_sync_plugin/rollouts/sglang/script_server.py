@@ -15,7 +15,7 @@ from verl_sync_plugin.rollouts.sglang.request import hand_down, new_token
 from verl_sync_plugin.rollouts.sglang.updates import WeightUpdates, resolved
 
 NEVER_SYNCED = "the engine has random weights: call sync_weights first"
-RELEASED = "the engine's weights were released, and SGLang keeps no copy of them: call sync_weights first"
+RELEASED = "the engine's weights were released: call sync_weights first"
 IDLE_SECONDS = 10.0
 
 Answered = tuple[list[int], list[float], str]  # tokens, their log-probabilities, why the response ended
@@ -24,9 +24,7 @@ Answered = tuple[list[int], list[float], str]  # tokens, their log-probabilities
 class ScriptServer(WeightUpdates):
     """SGLang, launched with ``arguments``, and the calls that a script may make of it, in SGLang's event loop."""
 
-    def __init__(
-        self, arguments: dict[str, Any], timeout_seconds: float, random_weights: bool, keeps_copy: bool
-    ) -> None:
+    def __init__(self, arguments: dict[str, Any], timeout_seconds: float, random_weights: bool) -> None:
         import sglang
 
         hand_down(new_token())
@@ -34,7 +32,7 @@ class ScriptServer(WeightUpdates):
         self.tokenizer_manager = self.engine.tokenizer_manager
         refuse_arguments(resolved(self.tokenizer_manager), "engine", "use another model", AT_LAUNCH)
         self._gate = WeightsGate()
-        self._unready, self._keeps_copy = NEVER_SYNCED if random_weights else "", keeps_copy
+        self._unready = NEVER_SYNCED if random_weights else ""
         self.expect_updates(timeout_seconds)
 
     async def finish_sync(self, tags: list[str]) -> None:
@@ -42,7 +40,7 @@ class ScriptServer(WeightUpdates):
         self._unready = ""
 
     async def _release(self, tags: list[str]) -> None:
-        if WEIGHTS in tags and not self._keeps_copy:
+        if WEIGHTS in tags:
             self._unready = self._unready or RELEASED
         if not self._asleep:
             # SGLang answers a request a moment before it is idle, and ends itself when asked to release before that
