@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -411,6 +412,12 @@ def test_experts_that_blackwell_reorders_are_refused_once_launched(
         asyncio.run(make(launched(), **COLOCATED).launch_server())
     assert TURN_OFF in str(caught.value)
     asyncio.run(make(launched(moe_runner_backend="triton"), **COLOCATED).launch_server())
+    fp8 = {"quantization": "fp8", "json_model_override_args": "{}"}
+    for backend, refused in (("triton", nullcontext()), ("cutlass", pytest.raises(ValueError, match="='cutlass'"))):
+        server = make(launched(moe_runner_backend=backend, **fp8), **COLOCATED)
+        object.__setattr__(server.config, "quantization", "fp8")
+        with refused:  # its tables are lost in a sleep
+            asyncio.run(server.launch_server())
     monkeypatch.setattr(sglang, "Engine", lambda **_: SimpleNamespace(tokenizer_manager=launched()))
     launch = rollout_of("sglang").prepare_local(LocalSpec("folder", {}, 1, "bfloat16", 0.4, False, False, SyncConfig()))
     with pytest.raises(ValueError, match="^engine" + SAID):

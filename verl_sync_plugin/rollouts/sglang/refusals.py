@@ -39,6 +39,9 @@ def but(*values: Any) -> Callable[[Any], bool]:
 UNSERVED = "weight sync cannot serve it; {remedy}"  # parameters are not the model's plain weights, or lie elsewhere
 _OUTLIVES = "SGLang does not flush that cache, so what was computed with earlier weights outlives a sync. Remove it"
 _AT_FIRST = "from the checkpoint that it started with. Remove it"
+# Backends that reorder the experts once they are loaded; a sync writes the order of the checkpoint
+_REORDERS = "flashinfer_trtllm", "flashinfer_trtllm_routed", "aiter"
+_EXPERTS = "weight sync cannot serve what it makes of experts; set {where}.moe_runner_backend=triton, or {remedy}"
 # Arguments of SGLang 0.5.12 and later (``ServerArgs``) that cannot be synced
 REFUSED: Rows = {
     "quantization": (only(None), UNSERVED),
@@ -64,18 +67,19 @@ REFUSED: Rows = {
         "SGLang ends when weights that it shares are released or updated. Remove it",
     ),
     "load_format": (but("bitsandbytes", "gguf", "flash_rl"), UNSERVED),  # which quantize on the way
-    # Backends that reorder the experts once they are loaded; a sync writes the order of the checkpoint
-    "moe_runner_backend": (
-        but("flashinfer_trtllm", "flashinfer_trtllm_routed", "aiter"),
-        "weight sync cannot serve it, for it reorders experts; set {where}.moe_runner_backend=triton, or {remedy}",
-    ),
+    "moe_runner_backend": (but(*_REORDERS), _EXPERTS),
     "json_model_override_args": (
         lambda value: "quantization_config" not in _parsed(value),
         "weight sync sends plain weights. Give it without quantization_config, or {remedy}",
     ),
 }
 # What a launched SGLang resolved where verl's ``rollout.quantization`` is fp8
-IN_FP8: Rows = {**REFUSED, "quantization": (only("fp8"), UNSERVED), "json_model_override_args": (but(None), UNSERVED)}
+IN_FP8: Rows = {
+    **REFUSED,
+    "quantization": (only("fp8"), UNSERVED),
+    "json_model_override_args": (but(None), UNSERVED),
+    "moe_runner_backend": (but(*_REORDERS, "cutlass"), _EXPERTS),  # whose tables are lost in a sleep
+}
 # Arguments that verl finds out by itself
 VERLS_OWN: Rows = {
     "model_path": (only(None), "verl sets it by itself. Remove it, and set actor_rollout_ref.model.path"),
