@@ -2,8 +2,6 @@
 """Code, tests and ``verl-sync doctor`` in a fresh interpreter, and what these are to find there: another plugin of
 verl's, other releases of packages, in folders that go before the installed ones in ``PYTHONPATH``."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

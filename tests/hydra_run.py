@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hydra's own run and multirun of a config of verl's, up to the task function: what a ``hydra.main`` of verl gets."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@
 NCCL refuses two ranks on one GPU of one host, and takes what ``NCCL_HOSTID`` says for a host.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -5,8 +5,6 @@ Measuring costs Python processes half as much time again, imports above all. Ray
 contract tests' worlds are killed at their end and never write what they measured, so it would be for nothing.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

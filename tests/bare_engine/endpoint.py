@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real SGLang engine without verl's server actor: its loop, and the calls that a rollout endpoint makes of it."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

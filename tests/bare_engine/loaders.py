@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Custom loaders for tests; they run in SGLang's schedulers. The only pair's name is what a loader is given to do."""
 
-from __future__ import annotations
-
 import functools
 import time
 from pathlib import Path

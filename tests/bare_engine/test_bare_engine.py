@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real SGLang engine fed by verl's real FSDP and Megatron engines: exact after every sync, also after failures."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time
@@ -38,7 +36,7 @@ class Case(NamedTuple):
     strategy: str  # verl's, of the actor
     world: int  # trainer ranks, which is also the engine's tensor-parallel size
     bucket_bytes: int  # small ones make tensors split
-    story: Callable[[Rank], None]
+    story: Callable[..., None]  # of a rank
     settings: tuple[tuple[str, object], ...] = ()  # for FSDPEngineConfig, or of a Megatron Layout
 
 

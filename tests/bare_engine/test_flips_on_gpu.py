@@ -5,8 +5,6 @@ after its hash, where the engine reads that in place, and in the engine's own pa
 On CPUs: ``contract/test_engine_models.py``, ``contract/test_one_process.py`` and ``separate/test_separate_syncs.py``.
 """
 
-from __future__ import annotations
-
 import base64
 import os
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's own engines, built in a test process, and what transformers makes of their weights."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path

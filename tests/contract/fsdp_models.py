@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny HF models, with LoRA or without, sharded by FSDP and FSDP2 the way verl does, and the sources over them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace

@@ -2,8 +2,6 @@
 """Checks requests in a real SGLang engine while our server actor's calls sync its weights: those in flight by the mode,
 paused by a driver or by the load itself, and those that come over SGLang's HTTP endpoints."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole syncs as an engine rank sees them: through mappings of its own of the trainer ranks' slots."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any

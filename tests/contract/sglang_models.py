@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's own model classes, tiny, on the CPU, in a test process that plays one tensor-parallel rank."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

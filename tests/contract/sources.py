@@ -2,8 +2,6 @@
 """Opens the sources and managers of trainers, and gives them servers without an engine; sources of which only the
 group counts."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import uuid

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """All ranks come to the same end, also where the engine resumes while the trainer packs, or is silent."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import io

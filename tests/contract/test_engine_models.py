@@ -3,8 +3,6 @@
 flipped bit is found wherever it is, and nothing that the trainer sends is left out. That what is loaded is exact in
 every family: ``test_families``."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable

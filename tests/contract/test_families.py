@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table in ``docs/families.md``: what a sync does for every family that transformers and SGLang build on a CPU."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

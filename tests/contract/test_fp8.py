@@ -2,8 +2,6 @@
 """fp8 rollouts: what a sync leaves in SGLang's fp8 modules is what SGLang's own load makes of the whole checkpoint,
 quantized by verl's formula. Blocks are small, for the models are tiny."""
 
-from __future__ import annotations
-
 import json
 import sys
 from contextlib import suppress

@@ -2,8 +2,6 @@
 """LoRA merged while streaming equals PEFT's own fp32 merge, of the adapter in use, and the trainer's base and adapters
 are never written; where it starts; what is refused."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Iterator

@@ -2,8 +2,6 @@
 """LoRA over many syncs, merged and served: what is gathered ahead is bounded, nothing of the trainer is held, a rank
 that fails or stays away leaves nobody alone in a collective, and an engine that serves the adapter gets PEFT's own."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import time

@@ -2,8 +2,6 @@
 """Megatron sources through verl's default bridge: what arrives is the checkpoint, and after training the bridge's own
 export. verl's engines, megatron-core and Megatron-Bridge over gloo are real, and so is staging memory."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import time

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA adapters of Megatron-Bridge: merged on local parts, with the values of the bridge's own merge; or served."""
 
-from __future__ import annotations
-
 import asyncio
 import zlib
 from typing import Any

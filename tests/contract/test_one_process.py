@@ -3,8 +3,6 @@
 staging memory, mappings, and engines that rearrange what they have loaded. All is the product's own but for Ray and
 SGLang: what its tokenizer manager has a scheduler do is done in a thread, and its memory is only noted."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

@@ -5,8 +5,6 @@ Their engine lives in the process that asks it, so that requests can be in fligh
 children of that process, which other tests have as well.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from fresh_process import passed

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DTensors of any placement, and verl's ``ShardSpec``: what arrives is, bit for bit, the whole tensor."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

@@ -2,8 +2,6 @@
 """Adapters that SGLang serves itself, as PEFT builds them: its LoRA manager's layers read every factor that was sent,
 or the sync names what is lost."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import pickle

@@ -2,8 +2,6 @@
 """Ranks on one host and on several, staged and by broadcast: the real sharding manager over gloo, SGLang's model
 classes in real receiver sessions. Hosts are names that the tests give to their processes."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Callable, Iterator

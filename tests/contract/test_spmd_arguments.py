@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks what a script gives to ``SpmdRollout`` before any engine runs: prompts, groups, arguments, refusals."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Syncs weights to SGLang's model classes: a real manager and, in the same process, a real receiver session."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from collections.abc import Callable

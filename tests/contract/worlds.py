@@ -6,8 +6,6 @@ test's stderr. The limit begins when all ranks have imported what they run: that
 on two cores, a minute.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import datetime

@@ -2,8 +2,6 @@
 """Imported by verl in each process of a run (``VERL_USE_EXTERNAL_MODULES``): makes the change that ``SYNC_TEST_CHANGE``
 names, once the module that it is made to has been imported."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table in ``docs/releases.md``: SGLang releases with which ``main_ppo`` trains, and what their syncs did."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs verl's real ``main_ppo`` in processes of its own and reads what it left."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

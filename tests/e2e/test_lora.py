@@ -5,8 +5,6 @@
 ``separate``.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from e2e import checks

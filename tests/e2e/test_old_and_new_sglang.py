@@ -4,8 +4,6 @@
 ``make releases`` rewrites the table in ``docs/releases.md``.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sysconfig

@@ -5,8 +5,6 @@ or that nobody trains.
 All of it in ``make test-all``. ``make test`` has what each shows in the contract tests and in ``tests/bare_engine``.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``verl-sync prove`` with a real engine and a real model: proven where it is, and not where the trainer has others."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -2,8 +2,6 @@
 """Engines that share no GPU with the trainer: of verl's ``separate_async`` trainer in ``main_ppo``, which has others on
 its own GPUs, too; of ``one_step_off`` and ``fully_async``, whose mains, workers, managers and clients are their own."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -4,8 +4,6 @@
 ``FILES=write`` writes the files of the fourth into docs/one-weight.md; without it the two are compared.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``main_ppo`` with vision-language models and images in the prompts, their vision tower trained or frozen."""
 
-from __future__ import annotations
-
 import io
 import runpy
 from pathlib import Path

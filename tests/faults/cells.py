@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cells of the matrix: which fault happens where, at which stage, in which sync, and how long that may take."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@
 ``install`` wraps the methods of one place; ``arm`` has the next call of one of them fail.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -5,8 +5,6 @@ All of it is real but for Ray, whose handle of the server ``actor.py`` stands fo
 the sharding manager of the trainer ranks, the server's own class, SGLang's tokenizer manager and two schedulers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

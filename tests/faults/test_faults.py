@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kind of fault in every place, at every stage and in every kind of sync, on real parts."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny HF checkpoints of every kind that Megatron builds here."""
 
-from __future__ import annotations
-
 import copy
 import runpy
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's own Megatron engine with the plugin's export, in a process of a test world on the CPU."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ verl's ``CheckpointEngineManager`` makes these calls through Ray, which the end-
 pipes, so that one set of processes can lose and gain members.
 """
 
-from __future__ import annotations
-
 import importlib
 import traceback
 from collections.abc import Iterator, Sequence
@@ -14,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch.multiprocessing as mp
 
@@ -42,7 +40,7 @@ class Member:
         self.process.start()
         theirs.close()
 
-    def ask(self, method: str, *args: Any) -> Member:
+    def ask(self, method: str, *args: Any) -> Self:
         self._pipe.send((method, args))
         return self
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rollout ranks of a separate run, with real SGLang engines; they are called by ``driver.py``."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

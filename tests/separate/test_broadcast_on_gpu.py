@@ -5,8 +5,6 @@ also when a rollout rank dies in one.
 All three are on the same GPU, see ``several_hosts_on_gpu``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle

@@ -2,8 +2,6 @@
 """LoRA adapters and separate engines: merged on their way, or served by the engines themselves, to each of which the
 base travels once, and then the adapter alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

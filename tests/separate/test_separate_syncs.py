@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two trainer ranks and real SGLang engines that share nothing with them: exact, also when engines come and go."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

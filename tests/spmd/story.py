@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A script as a user would write one, started by torchrun on two ranks that share one engine; argument: a model."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

@@ -4,8 +4,6 @@
 Both are on the same GPU, see ``several_hosts_on_gpu``; each has a real SGLang engine of its own.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scripts that torchrun starts, with real SGLang: both examples, and a story of everything ``SpmdRollout`` does."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainer ranks that bring tensors to the model of one engine rank, without a channel."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -2,8 +2,6 @@
 """The control channel: what is refused, who is let in, and that every wait has a bound. Messages that
 come back as they were: the syncs of ``tests/contract``."""
 
-from __future__ import annotations
-
 import os
 import socket
 import struct

@@ -2,8 +2,6 @@
 """``verl-sync doctor`` on the healthy stack, in environments that are really broken, and on machines and clusters that
 cannot all be here; and what ``verl-sync prove`` refuses. Its proofs: ``tests/e2e/test_prove.py``."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import itertools
 import json

@@ -2,8 +2,6 @@
 """Checks what a trainer makes of load maps: what it refuses before anything is sent, and which syncs it verifies. Loads
 of SGLang's models that leave something out or change it: ``contract/test_engine_models.py``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

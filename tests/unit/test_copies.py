@@ -2,8 +2,6 @@
 """Blocks, the hash, and the kernel: compiled on a GPU, in Triton's interpreter without one. Packing by the kernel's
 tables gives the bytes of packing one slice after another, and finds a NaN or Inf, whose parameter is then named."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import os

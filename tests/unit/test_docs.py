@@ -3,8 +3,6 @@
 need a cluster composes and parses them. A command that no check below knows fails: a new one needs a check. The
 quickstart's ``main_ppo`` is a stand-in here, and real in ``tests/e2e``."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks what an engine rank finds out about odd loads of small models, and that syncs are exact all the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

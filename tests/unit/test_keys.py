@@ -4,8 +4,6 @@
 LoRA's keys: ``test_lora_keys.py``; models and runs that stock verl takes over: ``test_stepping_aside.py``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

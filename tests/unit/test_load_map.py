@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of bytes, the runs of a box, and what follows from load maps, against sets of single bytes and elements."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loader follows only who launched its engine; the whole way through SGLang is in ``bare_engine``."""
 
-from __future__ import annotations
-
 import io
 import sys
 import uuid

@@ -2,8 +2,6 @@
 """Adapters: merging any consecutive part of a weight equals the same part of PEFT's own merge, for shapes and ranks at
 random; and what an engine that serves an adapter would leave out is refused by name."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import warnings

@@ -2,8 +2,6 @@
 """LoRA's keys in the driver: ``model.lora.*`` and the flat keys are one for the FSDP trainers, and what cannot be
 trained, merged or served is refused by key, value and remedy."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads of all kinds, however tensors are cut, staged and in place: exact, with the hashes of what was packed."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace

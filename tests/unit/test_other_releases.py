@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other releases of verl and transformers than those installed, from folders; no training (see ``tests/e2e``)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

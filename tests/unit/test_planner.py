@@ -2,8 +2,6 @@
 """The planner, against a simulation of ranks that fill their segments and a receiver that cuts them up again: bases
 that all ranks share, and parts that different ranks hold."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 

@@ -2,8 +2,6 @@
 """Compares what the kernel makes of matrices in fp8 with what verl's does, byte for byte. Triton's interpreter cuts
 where a GPU rounds: there scales are the same, and values next to each other."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 from types import SimpleNamespace

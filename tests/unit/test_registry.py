@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks who may serve: managers by ``@register_sharding_manager``, and in verl's registries no other plugin."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import re

@@ -2,8 +2,6 @@
 """Checks what a sync reports: its line, verl's metrics, lines that are said while it lasts; and what ``verl-sync
 report`` makes of older versions, several runs and broken files."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

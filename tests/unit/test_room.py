@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """When the trainer hands its cache back: what the rollout adapter decides with numbers of real devices, and learns."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import nullcontext
 from types import SimpleNamespace

@@ -5,8 +5,6 @@ Docstrings and comments may mention an engine. What import-linter checks too, it
 file, but not for ``importlib``, names, or texts.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -2,8 +2,6 @@
 """A rollout on GPUs of its own: who may be in one group, whose weights are not the plugin's to send, and replicas
 that have died before a sync. One that dies in a sync: ``e2e/test_separate_async.py``."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from dataclasses import replace

@@ -2,8 +2,6 @@
 """The server actor between verl and a tokenizer manager that notes what it is asked for: the order of a sync, what a
 failure leaves, and what requests learn. What SGLang does then: ``tests/contract/test_pause_modes.py``."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable

@@ -4,8 +4,6 @@
 Run as a module with a file, this file writes there what it finds: once with the plugin, and once without.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import json

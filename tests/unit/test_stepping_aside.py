@@ -5,8 +5,6 @@ config leaves the driver.
 Refused where a key of the plugin was given, and where stock verl would be wrong without an error.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

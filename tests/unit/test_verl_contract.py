@@ -4,8 +4,6 @@
 ``CONTRACT=write`` rewrites ``verl_contract.txt`` from the verl that is installed; look at each difference.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

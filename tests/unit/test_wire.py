@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """In which dtype a parameter travels: the engine's, and never wider than the trainer's."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -2,8 +2,6 @@
 """Our trainer, and the actor workers and clients that it takes: in the place of verl's where the plugin is on, and
 verl's own in all else."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import pickle

@@ -5,8 +5,6 @@ Notes files of the package that run, and collectives of the trainer. Parameters 
 SGLang's processes can map as they can all device memory.
 """
 
-from __future__ import annotations
-
 import concurrent.futures.thread as pool
 import json
 import os

@@ -4,8 +4,6 @@
 By itself it does so on GPUs, and on CPUs with AMX, for which it packs the weights in another order.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 
