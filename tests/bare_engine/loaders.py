@@ -68,10 +68,7 @@ def slow_down(model: torch.nn.Module, named_tensors: Named) -> None:
 
 
 def arm(model: Any, named_tensors: Named) -> None:
-    """The next load says in a file "stalled" when it stands still, and goes on once there is a file "go".
-
-    Both are in the folder that the only pair names.
-    """
+    """Stops the next load halfway, as a file "stalled" says, until there is "go" in the folder that the pair names."""
     folder, honest = Path(named_tensors[0][0]), model.load_weights
 
     def load_weights(weights: list[tuple[str, torch.Tensor]]) -> None:

@@ -106,8 +106,7 @@ def play(rank: int, case: Case, model: str, folder: Path, port: int) -> None:
 
 
 def three_syncs(member: Rank) -> None:
-    """Three syncs with changing weights, each compared bit for bit; the last rank comes late to its listener, and the
-    engine stays awake before the second."""
+    """Compares three syncs bit for bit; the last rank comes late to its listener, and the second engine is awake."""
     ask = member.manager.meeting.ask
 
     def late() -> None:

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flips one bit between a trainer's weights and a real engine on a GPU: in a staged bucket, in the trainer's memory
-after its hash, where the engine reads that in place, and in the engine's own parameter after the copies.
-
-On CPUs: ``contract/test_engine_models.py``, ``contract/test_one_process.py`` and ``separate/test_separate_syncs.py``.
-"""
+"""Flips one bit between a trainer's weights and a real engine on a GPU: in a staged bucket, in the trainer's memory, or
+in the engine's parameter. On CPUs: ``test_engine_models.py``, ``test_one_process.py``, ``test_separate_syncs.py``."""
 
 import base64
 import os

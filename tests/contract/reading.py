@@ -22,8 +22,7 @@ State = dict[str, torch.Tensor]
 
 
 class Reader:
-    """Syncs a source as the manager does, and reads it as the engine rank next to this trainer rank. All calls are
-    collective."""
+    """Syncs a source as the manager does, and reads it as the next engine rank does; all calls are collective."""
 
     def __init__(self, source: Any) -> None:
         self.source = source
@@ -95,9 +94,8 @@ def check_syncs(
     same: Callable[[State, State], None] | None = None,
     rounds: int = 2,
 ) -> Reader:
-    """Checks that what arrives in every way is what ``expected`` gives, ``rounds`` times, with a ``change`` of the
-    trainer after each sync. Plans stay alike, and no sync writes to a parameter of the trainer's ``modules``.
-    ``source`` may be a reader; ``same`` compares what arrived with what must."""
+    """Checks ``rounds`` syncs in every way, with a ``change`` of the trainer after each: what comes is ``expected``, as
+    ``same`` compares it; plans stay alike, and no parameter of ``modules`` is written."""
     reader, digests = source if isinstance(source, Reader) else Reader(source), list[str]()
     for bucket_bytes, sharded in WAYS * rounds:
         wanted = expected()

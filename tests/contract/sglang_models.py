@@ -67,8 +67,7 @@ def start(folder: Path, kind: str, tp: int | None = None, **arguments: Any) -> A
 
 
 def start_from(home: Path, attention: str = "torch_native", tp: int | None = None, **arguments: Any) -> Any:
-    """As ``start``, for the model whose ``config.json`` lies in ``home``; with engines of ``tp`` ranks, if given, and
-    more of SGLang's arguments."""
+    """Starts the model whose ``config.json`` lies in ``home``, with engines of ``tp`` ranks and more arguments."""
     from sglang.srt import distributed
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import parallel_state

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the sources and managers of trainers, and gives them servers without an engine; sources of which only the
-group counts."""
+"""Opens the sources and managers of trainers, and gives them servers without an engine."""
 
 import pickle
 import re

@@ -199,8 +199,7 @@ def test_a_silent_engine_hears_of_a_failure_once_and_is_waited_for_once(where: s
 def test_all_ranks_or_none(
     choice: str, able: tuple[bool, bool], answers: tuple[str, str], sharded: bool, found: list[bool], tmp_path: Path
 ) -> None:
-    """``found`` is True for each of two syncs in place, before and after the engine ranks have said what speaks against
-    it; and for one after memory was out of reach."""
+    """Tries two syncs in place, before and after the engine ranks answer, and one after memory was out of reach."""
     agreement, rank = Agreement(20.0), dist.get_rank()
     ways = Ways(SyncConfig(delivery=choice), agreement, BucketSender(CPU, 20.0))
     run = in_a_file(torch.ones(64), tmp_path) if able[rank] else torch.ones(64)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads on SGLang's own model classes, on tensor-parallel ranks: what a copy would get wrong is left to the model, a
-flipped bit is found wherever it is, and nothing that the trainer sends is left out. That what is loaded is exact in
-every family: ``test_families``."""
+"""Loads on SGLang's own model classes: no copy is wrong, no flipped bit is unseen, and nothing sent is left out."""
 
 import copy
 import random
@@ -232,8 +230,7 @@ def a_rank_without_room_for_marks_fails_the_proof_of_all(config: Any) -> None:
 
 
 def leftovers_that_are_not_loaded_alone_are_an_error(config: Any) -> None:
-    """A sync would give the model only what is not copied; this one writes a fused pair only when both halves come in
-    one call, as DeepSeek's does."""
+    """Covers a model that writes a fused pair only when both halves come in one call, as DeepSeek's does."""
     model, reference = models.build(config), models.build(config)
     honest = model.load_weights
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8 rollouts: what a sync leaves in SGLang's fp8 modules is what SGLang's own load makes of the whole checkpoint,
-quantized by verl's formula. Blocks are small, for the models are tiny."""
+"""Compares what a sync leaves in SGLang's fp8 modules with its own load of a checkpoint by verl's formula."""
 
 import json
 import sys

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA over many syncs, merged and served: what is gathered ahead is bounded, nothing of the trainer is held, a rank
-that fails or stays away leaves nobody alone in a collective, and an engine that serves the adapter gets PEFT's own."""
+"""Covers LoRA over many syncs, merged and served: what is held, and ranks that fail or stay away."""
 
 import asyncio
 import gc
@@ -121,8 +120,7 @@ def test_nobody_is_left_alone_in_a_collective(layout: Layout, where: str) -> Non
 
 
 def all_are_here(where: str) -> None:
-    """One rank may be seconds slower than the other up to here, which is not what is tested. By the store: what goes
-    over the group may be lost with it, when the other rank's wait ends."""
+    """Waits for all ranks by the store: what goes over the group may be lost when another rank's wait ends."""
     store = distributed_c10d._get_default_store()
     store.set(f"{where} {dist.get_rank()}", "")
     store.wait([f"{where} {rank}" for rank in range(dist.get_world_size())])

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron sources through verl's default bridge: what arrives is the checkpoint, and after training the bridge's own
-export. verl's engines, megatron-core and Megatron-Bridge over gloo are real, and so is staging memory."""
+"""Covers Megatron sources through verl's default bridge; verl's engines, megatron-core and staging memory are real."""
 
 import copy
 import itertools
@@ -67,8 +66,7 @@ def is_router_bias(name: str) -> bool:
 
 
 def on_the_wire(state: State, wire: torch.dtype) -> State:
-    """Returns what must arrive as long as no engine has said in which dtypes it keeps them: no tensor is wider than in
-    the trainer, and the router's bias, a buffer, stays as it is."""
+    """Returns what arrives before engines name dtypes: nothing wider than in the trainer, and router biases as is."""
     return {
         name: tensor.to(wire) if wire.itemsize < tensor.itemsize and not is_router_bias(name) else tensor
         for name, tensor in state.items()
@@ -221,8 +219,7 @@ def failing_at(number: int) -> Any:
 def test_a_rank_that_fails_inside_the_stream_is_everybodys_error_and_recovered_from(
     checkpoint: str, layout: Layout
 ) -> None:
-    """In the second sync, early, with torn tensors and with one bucket; and in a first sync, at the last of the
-    conversions in which it can, when others may have come to the end of what is learnt."""
+    """Fails early, with torn tensors and one bucket, and in a first sync at the last conversion in which it can."""
     engine = build(checkpoint, layout)
     take_over(True)
     last = 2 * engine.model_config.hf_config.num_hidden_layers  # two row-parallel weights in each layer
@@ -281,8 +278,7 @@ def _copied(module: torch.nn.Module) -> torch.nn.Module:
 
 @on_ranks(2)
 def test_tensors_and_modules_that_are_replaced_are_found(checkpoint: str, layout: Layout) -> None:
-    """Tensors get other memory, and are replaced with the module around them, one and all; as long as nothing of that
-    happens, the model is not walked again."""
+    """Moves tensors, and replaces modules, one and all; otherwise the model is not walked again."""
     engine = build(checkpoint, layout)
     reader = reader_of(engine)
     synced(engine, reader)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole phase of one trainer rank and one engine rank in one process: syncs, faults, sleeps and wakes in any order,
-staging memory, mappings, and engines that rearrange what they have loaded. All is the product's own but for Ray and
-SGLang: what its tokenizer manager has a scheduler do is done in a thread, and its memory is only noted."""
+"""Plays the whole phase of one trainer rank and one engine rank in one process. All is the product's own but Ray and
+SGLang: a load runs in a thread, and released memory is only noted."""
 
 import asyncio
 import gc
@@ -144,8 +143,7 @@ class Actor:
 
 
 class OneProcess:
-    """Trainer and engine; one per process at a time. ``checkpoint``: any model; ``folder``: for the trainer's memory;
-    ``keys``: of ``custom.sync``."""
+    """Makes trainer and engine, one pair per process at a time; ``keys`` are of ``custom.sync``."""
 
     def __init__(self, checkpoint: str, folder: Path, **keys: Any) -> None:
         os.environ.update(RANK="0", RAY_LOCAL_WORLD_SIZE="1", CUDA_VISIBLE_DEVICES="")
@@ -293,9 +291,7 @@ def test_the_engine_serves_what_the_model_says(qwen2: str, tmp_path: Path) -> No
 def test_the_next_sync_does_as_the_room_was(
     short: list[bool], failing: int, stays: list[bool], qwen2: str, tmp_path: Path
 ) -> None:
-    """``short``: of each sync, whether the trainer has to hand its cache back before the KV cache is resumed;
-    ``failing``: the number of a sync whose commit fails in the engine; ``stays``: of each sync, whether the trainer has
-    staging memory after it, the engine maps it, and room for it is not made before the next."""
+    """Plays syncs, in some of which room is ``short``, and one of which fails; staging memory ``stays`` after some."""
     place, found = OneProcess(qwen2, tmp_path, delivery="staged"), []
     place.manager.keeps_staging = False  # as a manager of an engine that sleeps begins
     for number, tight in enumerate(short, 1):
@@ -378,8 +374,7 @@ READ, HELD = "changed on the way to the engine", "do not hold what was sent of"
 def test_a_bit_that_flips_is_found(
     where: str, hashed: bool, verify: str, expected: str, qwen2: str, tmp_path: Path
 ) -> None:
-    """In a slot once it is packed; or, in a sync in place, in the trainer's memory between its hash and the engine's
-    read, or in the engine's parameter after the copy. The hash of what is read or the comparison alone finds it."""
+    """Flips one in a packed slot, in the trainer's memory before the engine reads it, or in the engine's parameter."""
     delivery, key = ("staged", "staged") if where == "staging" else ("direct", "auto")
     place = OneProcess(qwen2, tmp_path, verify=verify, delivery=key)
     for _ in range(2):
@@ -446,9 +441,7 @@ def test_weights_that_are_rearranged_after_every_load(
 
 @on_ranks(1)
 def test_the_cache_goes_back_before_the_trainer_hears_of_the_end(qwen2: str, tmp_path: Path) -> None:
-    """For it has the KV cache resumed next; after the first of two syncs there is much in the cache. The engine's first
-    wait for a word may be as long as trainer ranks wait for each other, as an engine that is awake comes while they
-    plan."""
+    """Covers a first wait for a word that is as long as trainer ranks wait for each other, since these still plan."""
     place, ends, waits = OneProcess(qwen2, tmp_path), list[str](), list[float]()
     reserved, receive = iter([0, 64 << 20, 0, (64 << 20) - 1]), Channel.receive
     with (

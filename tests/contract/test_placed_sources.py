@@ -102,8 +102,7 @@ def test_fsdp2_over_tensor_parallelism() -> None:
 
 @on_ranks(4, timeout=120)
 def test_what_verls_engines_export() -> None:
-    """Two exports as verl's engines make them: torchtitan's stacks with a slot per expert over a mesh of two
-    dimensions, and veomni's experts, cut by hand over ranks with a converter."""
+    """Reads torchtitan's stacks, with a slot per expert over two mesh dimensions, and veomni's experts, cut by hand."""
     torch.manual_seed(9)
     stack, fused, dense = torch.randn(4, 6, 5), torch.randn(8, 6, 4), torch.randn(7, 3)
     mesh, rank = init_device_mesh("cpu", (2, 2)), dist.get_rank()

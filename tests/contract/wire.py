@@ -27,8 +27,7 @@ TIMEOUT = 20.0
 
 
 class Beside(StandIn):
-    """The rollout server of an engine whose rank next to this one is in this process. No rank can call another
-    process's engine here, so every rank has its own loaded."""
+    """Serves the engine rank in this process; no rank can call another's engine, so each has its own loaded."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()

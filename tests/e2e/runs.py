@@ -89,11 +89,9 @@ Play = Callable[..., Run]
 
 
 def main_ppo(setup: Setup, folder: Path) -> Run:
-    """Runs a main of verl's through the quickstart's script to its end, at the latest to ``TIMEOUT_SECONDS``; in an
-    empty folder, for everything that it writes.
+    """Runs a main of verl's through the quickstart's script in an empty folder, to its end or ``TIMEOUT_SECONDS``.
 
-    verl asks the system for a free port and listens on it seconds later. Where another connection has it by then, the
-    run is started once more.
+    It runs once more where another connection has taken the port that verl had found free.
     """
     run = _run(setup, folder)
     if run.returncode and "EADDRINUSE" in run.text and not run.reports:

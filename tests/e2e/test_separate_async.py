@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that share no GPU with the trainer: of verl's ``separate_async`` trainer in ``main_ppo``, which has others on
-its own GPUs, too; of ``one_step_off`` and ``fully_async``, whose mains, workers, managers and clients are their own."""
+"""Covers engines that share no GPU with the trainer: of ``separate_async``, ``one_step_off`` and ``fully_async``."""
 
 import re
 
@@ -23,8 +22,7 @@ EVERY = [0, 1, 2, 3]  # versions of three steps
 
 
 def synced(run: Run, versions: list[int]) -> None:
-    """The plugin has moved the weights of every version, all of them, and the engines held what was sent; ``versions``:
-    in the order in which replicas report them."""
+    """Checks that every version was moved whole and held by the engines; ``versions`` are in the reports' order."""
     assert run.reports, run.tail
     for name, expected in (("SeparateTrainer", EVERY), ("SeparateRollout", versions)):
         found = [report for report in run.reports if report["manager"] == name]
@@ -37,8 +35,7 @@ def synced(run: Run, versions: list[int]) -> None:
 
 
 def test_every_engine_is_synced_and_a_replica_that_dies_costs_that_sync_alone(play: Play) -> None:
-    """Three steps of a trainer rank that shares its GPU with an engine, and of two replicas with GPUs of their own. A
-    scheduler of SGLang's in one of these dies in the sync after the second step."""
+    """Has a scheduler of one of two separate replicas die after the second step, next to a colocated engine."""
     gpus = f"{ROLLOUT}.n_gpus_per_node=2", "++ray_kwargs.ray_init.num_gpus=3"
     separate = play(*COMMON, *gpus, steps=3, change="dying_engine")
     checks.reached(separate, steps=3)

@@ -76,11 +76,7 @@ class Cell:
 
 
 def matrix() -> list[Cell]:
-    """Cells so that every possible pair of values of two attributes occurs, every kind in every place and sync, and
-    every kind in engine and server while they prove something.
-
-    Greedy: the next cell is the one that covers most of what is not covered yet; the order is the same in every run.
-    """
+    """Chooses cells greedily so that every possible pair of values occurs, and every kind in every place and sync."""
     every = [Cell(*values) for values in itertools.product(STAGES_OF, STAGES, KINDS, SYNCS)]
     left = [cell for cell in every if cell.possible]
     missing = {values for cell in left for values in _covers(cell)}

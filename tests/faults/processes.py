@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of the matrix, called by ``test_faults.py``: two trainer ranks, and the rollout server with its engine.
-
-All of it is real but for Ray, whose handle of the server ``actor.py`` stands for: verl's FSDP2 engine, the adapter and
-the sharding manager of the trainer ranks, the server's own class, SGLang's tokenizer manager and two schedulers.
-"""
+"""Defines the processes of the matrix: trainer ranks, and the server with its engine. Only Ray's handle is made up."""
 
 import asyncio
 import json

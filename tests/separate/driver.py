@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls that verl's driver makes to the processes of a separate run, and these processes seen from outside.
-
-verl's ``CheckpointEngineManager`` makes these calls through Ray, which the end-to-end test has; here they go through
-pipes, so that one set of processes can lose and gain members.
-"""
+"""Makes the calls of verl's driver to the processes of a separate run by pipes, so that members can come and go."""
 
 import importlib
 import traceback
@@ -28,10 +24,7 @@ class Failure:
 
 
 class Member:
-    """A process and the pipe to it; a call is sent by ``ask`` and answered by ``answer``.
-
-    The kind is named, not given: SGLang, which rollouts import, changes what transformers builds for a trainer.
-    """
+    """Holds a process and its pipe. Its kind is a name: SGLang, once imported, changes what transformers builds."""
 
     def __init__(self, kind: str, *args: Any) -> None:
         context = mp.get_context("spawn")

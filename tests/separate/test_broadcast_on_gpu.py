@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Broadcasts over NCCL from a trainer rank to two rollout ranks: in whole syncs of real engines, and by themselves;
-also when a rollout rank dies in one.
-
-All three are on the same GPU, see ``several_hosts_on_gpu``.
-"""
+"""Broadcasts over NCCL from a trainer rank to two rollout ranks of one GPU: in whole syncs, and alone; one may die."""
 
 import asyncio
 import os

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters and separate engines: merged on their way, or served by the engines themselves, to each of which the
-base travels once, and then the adapter alone."""
+"""Covers LoRA with separate engines: merged on the way, or served, where the base travels once to each."""
 
 from collections.abc import Callable
 from pathlib import Path

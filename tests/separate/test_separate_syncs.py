@@ -55,8 +55,7 @@ def hidden_staging_memory(driver: Driver, rollouts: list[Member], folder: Path) 
 
 
 def parameters_read_in_place(driver: Driver, rollouts: list[Member], folder: Path) -> None:
-    """Staged at first, then where the parameters lie, for these are in memory that others can map; both again for an
-    engine that joins."""
+    """Stages a first sync, then reads parameters where they lie; both again for an engine that joins."""
     first, second = rollouts
     together(driver.trainers, "share", folder)
     for version, engines in ((11, [second]), (12, [second]), (13, [first, second]), (14, [first, second])):

@@ -19,8 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the kernel runs: on a GPU, or in this process if Triton's interpreter was asked for when it started; as
-    ``by_plain`` a CPU without it."""
+    """Names where the kernel runs: a GPU, or this process in Triton's interpreter; ``by_plain`` is a CPU without it."""
     if getattr(request, "param", "") == "by_plain":
         return "cpu"
     if torch.cuda.is_available():

@@ -36,8 +36,7 @@ def map_of(model: torch.nn.Module, names: Iterable[str], shape: tuple[int, ...],
 
 
 class Sender:
-    """Three ranks that share out tensors of one shape, each cut anywhere or held by all, trained in bf16 or fp32.
-    ``names`` has several of a tied one; files in ``folder`` hold the parameters, if these are to be read in place."""
+    """Shares out tensors over three ranks, cut anywhere or held by all; those of one tuple of ``names`` are tied."""
 
     def __init__(
         self,

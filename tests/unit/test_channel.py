@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control channel: what is refused, who is let in, and that every wait has a bound. Messages that
-come back as they were: the syncs of ``tests/contract``."""
+"""Covers the control channel: what is refused, who is let in, and that every wait has a bound."""
 
 import os
 import socket

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``verl-sync doctor`` on the healthy stack, in environments that are really broken, and on machines and clusters that
-cannot all be here; and what ``verl-sync prove`` refuses. Its proofs: ``tests/e2e/test_prove.py``."""
+"""Covers ``verl-sync doctor`` on healthy, broken and other machines, and what ``verl-sync prove`` refuses."""
 
 import importlib.metadata
 import itertools
@@ -44,8 +43,7 @@ real = pytest.mark.timeout(400)
 @pytest.mark.slow
 @real
 def test_healthy_stack_is_ready(tmp_path: Path, tiny_model: Any) -> None:
-    """With a whole command that was pasted, whose model is there; in the quickstart's environment, and without
-    ``VERL_PLATFORM``."""
+    """Checks a whole pasted command whose model is there, in the quickstart's environment."""
     model = f"actor_rollout_ref.model.path={tiny_model('qwen2')}"
     told = doctor(tmp_path, "--", *COMMAND.split(), model, f"{ROLLOUT}.quantization=fp8", VERL_PLATFORM="")
     assert told.code == 0 and told.found["ready"] and not told.bad, told.bad
@@ -106,8 +104,7 @@ def test_a_plugin_that_is_not_loaded_and_no_cluster(tmp_path: Path) -> None:
 @pytest.mark.slow
 @real
 def test_hooks_that_are_not_active(tmp_path: Path) -> None:
-    """Another plugin took some later, a module of ours is broken, and a Megatron is installed that cannot be
-    imported."""
+    """Covers hooks that another plugin took, a broken module of ours, and a Megatron that cannot be imported."""
     site, ours = other_plugin(tmp_path, LATER), broken(tmp_path, "rollouts/sglang/loader.py")
     told = doctor(tmp_path, PYTHONPATH=os.pathsep.join((str(site), first_in_path(ours))))
     taken = [f"hook/{name}" for name in ("checkpoint-engine", "trainers", "rollout-adapter")]
@@ -131,8 +128,7 @@ def test_a_broken_plugin_is_to_be_installed_again(tmp_path: Path) -> None:
 
 @pytest.fixture
 def tell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Calls the doctor with these words, as JSON or as text, on such a machine, with such versions, and in such an
-    environment; ``says``: the version in the code of verl."""
+    """Calls the doctor on such a machine, with such versions and environment; ``says``: of verl's own code."""
     installed = importlib.metadata.version
 
     def told(

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks what a trainer makes of load maps: what it refuses before anything is sent, and which syncs it verifies. Loads
-of SGLang's models that leave something out or change it: ``contract/test_engine_models.py``."""
+"""Checks what a trainer makes of load maps: what it refuses before anything is sent, and which syncs it verifies."""
 
 from typing import Any
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks, the hash, and the kernel: compiled on a GPU, in Triton's interpreter without one. Packing by the kernel's
-tables gives the bytes of packing one slice after another, and finds a NaN or Inf, whose parameter is then named."""
+"""Covers blocks, the hash, the kernel (compiled, or in Triton's interpreter), packing, and how a NaN is named."""
 
 import ctypes
 import itertools
@@ -39,8 +38,7 @@ def test_kernel_in_the_interpreter() -> None:
 
 
 def test_factors_are_no_simple_function_of_the_place() -> None:
-    """Patterns in which a factor linear in the place lets changes cancel out: all pairs of swapped rows of an identity
-    matrix in bfloat16, and blocks of equal words in another place."""
+    """Swaps rows of an identity matrix, and moves blocks of equal words, for which linear factors cancel out."""
     size = 512
     row = torch.arange(size)
     word = row[:, None] * (size // 4) + row // 4

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that what the documentation names is there: files, links, keys, results; and runs its commands, or where they
-need a cluster composes and parses them. A command that no check below knows fails: a new one needs a check. The
-quickstart's ``main_ppo`` is a stand-in here, and real in ``tests/e2e``."""
+"""Checks that what the documentation names is there, and runs or parses its commands; an unknown one needs a check."""
 
 import json
 import os

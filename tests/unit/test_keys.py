@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of a run in the driver: what it refuses, by key, value and remedy, and which plain values it hands on.
-
-LoRA's keys: ``test_lora_keys.py``; models and runs that stock verl takes over: ``test_stepping_aside.py``.
-"""
+"""Covers the keys of a run in the driver: what is refused by key, value and remedy, and what is handed on."""
 
 import re
 from collections.abc import Callable

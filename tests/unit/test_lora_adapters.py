@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters: merging any consecutive part of a weight equals the same part of PEFT's own merge, for shapes and ranks at
-random; and what an engine that serves an adapter would leave out is refused by name."""
+"""Compares any part of a merged weight with PEFT's own merge, and names what an engine would leave out."""
 
 import itertools
 import random

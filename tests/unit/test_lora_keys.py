@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA's keys in the driver: ``model.lora.*`` and the flat keys are one for the FSDP trainers, and what cannot be
-trained, merged or served is refused by key, value and remedy."""
+"""Covers LoRA's keys in the driver: both ways to say them, and what cannot be trained, merged or served."""
 
 import importlib.util
 from pathlib import Path

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner, against a simulation of ranks that fill their segments and a receiver that cuts them up again: bases
-that all ranks share, and parts that different ranks hold."""
+"""Checks the planner against a simulation of ranks that fill their segments and a receiver that cuts them up."""
 
 import dataclasses
 from collections import Counter

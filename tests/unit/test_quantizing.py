@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares what the kernel makes of matrices in fp8 with what verl's does, byte for byte. Triton's interpreter cuts
-where a GPU rounds: there scales are the same, and values next to each other."""
+"""Compares the kernel's fp8 with verl's byte for byte; in Triton's interpreter, which cuts, they may be neighbours."""
 
 import itertools
 from functools import partial

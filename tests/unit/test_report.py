@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks what a sync reports: its line, verl's metrics, lines that are said while it lasts; and what ``verl-sync
-report`` makes of older versions, several runs and broken files."""
+"""Checks what a sync reports, and what ``verl-sync report`` makes of old versions, several runs and broken files."""
 
 import html
 import json

@@ -38,8 +38,7 @@ class Trainer:
             self.adapter._room._estimate = lambda total: 0
 
     def sync(self, *grown: tuple[int, int], staging: int = 0, activations: int = 0) -> tuple[bool, bool]:
-        """One sync, in which the engine's two resumes took so much on each rank's device. True for each before which
-        this rank's cache went; ``staging``: bytes that the trainer allocates before the first."""
+        """Syncs once; ``grown`` is what each rank's engine took. True for each resume before which the cache went."""
         used = [{"asleep": 0, "weights": first, "room": 9, "awake": 9 + rest} for first, rest in grown or [(0, 0)]]
         report = SyncReport(activation_bytes=activations, device_used_bytes=used[0])
         learnt = [{("asleep", "weights"): first, ("room", "awake"): rest} for first, rest in grown]

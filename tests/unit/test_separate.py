@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout on GPUs of its own: who may be in one group, whose weights are not the plugin's to send, and replicas
-that have died before a sync. One that dies in a sync: ``e2e/test_separate_async.py``."""
+"""Covers rollouts on GPUs of their own: who may be in a group, whose weights are sent, and replicas that had died."""
 
 import asyncio
 from collections.abc import Iterator

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server actor between verl and a tokenizer manager that notes what it is asked for: the order of a sync, what a
-failure leaves, and what requests learn. What SGLang does then: ``tests/contract/test_pause_modes.py``."""
+"""Covers the server actor on a tokenizer manager that notes calls; with a real SGLang: ``test_pause_modes.py``."""
 
 import asyncio
 import json
@@ -248,8 +247,7 @@ async def test_a_sync_that_nobody_begins_or_ends_is_waited_for_with_a_bound(
 async def test_a_late_end_of_a_sync_that_was_given_up_is_not_that_of_the_next(
     pause: str, fails: bool, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server stood still in the last step of a sync: after it come that the sync was given up, and the next load,
-    during which the step goes on."""
+    """Covers a server that stands still in a sync's last step until that was given up and the next one loads."""
     manager, resumed = Manager(), asyncio.Event()
     server = make(manager, pause)
 

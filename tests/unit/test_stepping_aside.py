@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that no sync gets right, and runs that the plugin cannot serve and stock verl can: one line, and verl's own
-config leaves the driver.
-
-Refused where a key of the plugin was given, and where stock verl would be wrong without an error.
-"""
+"""Covers models that no sync gets right, and runs that stock verl takes over with one line, or that are refused."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our trainer, and the actor workers and clients that it takes: in the place of verl's where the plugin is on, and
-verl's own in all else."""
+"""Covers our trainer, its actor workers and its clients, in the place of verl's where the plugin is on."""
 
 import asyncio
 import math

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For ``PYTHONPATH``, by which all processes of a run load it: counts what takes part in each sync from the third on.
+"""Counts files of the package and collectives in each sync from the third on, in all processes (``PYTHONPATH``).
 
-Notes files of the package that run, and collectives of the trainer. Parameters are moved to files at the start, which
-SGLang's processes can map as they can all device memory.
+Parameters are moved to files at the start, which SGLang's processes can map as they can all device memory.
 """
 
 import concurrent.futures.thread as pool
