@@ -254,9 +254,7 @@ EVERY = pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
 
 
 @EVERY
-def test_requests_go_on_with_new_weights_or_come_back_with_what_they_have(
-    pause: str, play: Play, models: Models
-) -> None:
+def test_requests_go_on_with_new_weights_or_come_back_as_they_are(pause: str, play: Play, models: Models) -> None:
     """When a driver pauses the engine."""
 
     async def story(run: Run) -> None:
@@ -282,9 +280,7 @@ def test_requests_go_on_with_new_weights_or_come_back_with_what_they_have(
 
 
 @EVERY
-def test_a_load_pauses_the_engine_by_itself_and_requests_wait_after_one_that_fails(
-    pause: str, play: Play, engine: BareEngine, models: Models, tmp_path: Path
-) -> None:
+def test_a_load_pauses_by_itself(pause: str, play: Play, engine: BareEngine, models: Models, tmp_path: Path) -> None:
     """Covers a group that stands, in which no driver pauses; nothing is generated after a load that failed, either."""
 
     async def story(run: Run) -> None:
@@ -327,9 +323,7 @@ def check(models: Models, answer: httpx.Response, version: int) -> None:
     assert chosen == {version: True, 3 - version: False}
 
 
-def test_while_the_engine_sleeps_and_is_synced_they_wait_and_are_refused_after_a_failure(
-    play: Play, models: Models
-) -> None:
+def test_they_wait_while_the_engine_sleeps_and_are_refused_after_a_failure(play: Play, models: Models) -> None:
     """The weights that a colocated engine was launched with are made up, so they wait for the first sync, too."""
 
     async def story(run: Run) -> None:

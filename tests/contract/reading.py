@@ -121,8 +121,6 @@ def check_same(got: State, expected: State) -> None:
     assert not different, different
 
 
-# In fp8: whole checkpoints by the formula of verl's kernel, and what a trainer's ranks make of their shards
-
 Blocks = Mapping[str, tuple[int, int]]
 
 

@@ -96,9 +96,6 @@ def test_a_cancelled_rank_is_cancelled_and_the_others_hear_of_it() -> None:
     assert settled(agreement, "later") == "", "something is left of it for the next stage"
 
 
-# The engine
-
-
 class Engine(RolloutEndpoint):
     """Rank 0 leads. ``asked`` has all that the engine was asked for, and what came of it."""
 
@@ -180,9 +177,6 @@ def test_a_silent_engine_hears_of_a_failure_once_and_is_waited_for_once(where: s
     text = same_everywhere(str(caught.value))
     assert gc.isenabled() and (where != "plan" or "no source; garbage is collected: False" in text), text
     assert engine.asked == ([*asked, f"abandon_sync: {text}"] if engine.leader else [])
-
-
-# All ranks or none read parameters where they lie; which bytes cross hosts: ``test_several_hosts``
 
 
 @pytest.mark.parametrize(

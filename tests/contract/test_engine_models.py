@@ -157,8 +157,6 @@ def a_wrong_recording_is_found(config: Any) -> None:
     assert wire.left == wire.comparison.left_out == dict.fromkeys(swapped, elsewhere)
 
 
-# Nothing is left out: with a recording of the load, where it cannot be recorded, and of what is loaded alone
-
 GATE, UP = (f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up"))
 UNKNOWN = r"leaves out 1 of the 28 .*experts\.0\.w9\.weight"
 
@@ -279,8 +277,6 @@ def test_what_loads_do_otherwise_is_found(tmp_path: Path) -> None:
         story(config)
     an_untied_head_that_takes_the_embeddings_place_is_an_error(models.start(tmp_path, "qwen2-tied"))
 
-
-# Experts that SGLang keeps in several places, or in another order than a checkpoint has them
 
 MOE = "qwen3-moe"
 # The expert of each place, half of them on either rank, where one holds an expert twice; before and after a rebalancing

@@ -174,7 +174,6 @@ def base_of(checkpoint: str) -> Any:
 
 
 # Adapters that PEFT computes from the weights start alike on any number of ranks, in verl's own engines
-
 PEFT: list[dict[str, Any]] = [
     {"init_lora_weights": "pissa"},
     {"init_lora_weights": "olora"},
@@ -211,7 +210,6 @@ def test_two_ranks_start_as_one(strategy: str, qwen2: str, tmp_path: Path) -> No
 
 
 # What cannot be merged, and all of PEFT that is no LoRA layer, is refused by module and type before anything is sent
-
 SETTINGS: dict[str, dict[str, Any]] = {
     "IA3": {"target_modules": TARGETS, "feedforward_modules": ["down_proj"]},
     "LN_TUNING": {"target_modules": ["input_layernorm"]},
@@ -298,9 +296,6 @@ MODULE, BOTH = r"LoRA module 'base_model.*", ["default", "second"]
 )
 def test_what_cannot_be_merged_is_refused_by_name(made: Callable[[], Any], text: str) -> None:
     assert re.search(text, refusal(made()))
-
-
-# What only the sharded model shows
 
 
 def error_of(source: Any) -> str:

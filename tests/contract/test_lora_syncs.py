@@ -145,8 +145,6 @@ def test_an_absent_rank_is_waited_for_no_longer_than_the_bound(collectives: int)
         time.sleep(SECONDS + 2)
 
 
-# What the leader hands to an engine that serves the adapter is PEFT's own; failures are everyone's, and pass
-
 # The second adapter is not served, and does not travel
 TWO = Variant("all-linear", config=LINEAR.config, second={"target_modules": ["q_proj"]})
 

@@ -169,9 +169,6 @@ def test_what_cannot_be_synced_is_refused_by_name(checkpoint: str, layout: Layou
     check_same(reader_of(engine).sync(), on_disk(checkpoint))
 
 
-# Where a model goes through Megatron-Bridge's own stream
-
-
 def converting(mapping: str, change: Callable[[Callable[[], State]], State]) -> Any:
     """A bridge in which a kind of mapping converts otherwise."""
     from megatron.bridge.models.conversion import param_mapping
@@ -216,9 +213,7 @@ def failing_at(number: int) -> Any:
 
 @pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(2, pp=2)], ids=str)
 @on_ranks("layout", timeout=180)
-def test_a_rank_that_fails_inside_the_stream_is_everybodys_error_and_recovered_from(
-    checkpoint: str, layout: Layout
-) -> None:
+def test_a_rank_that_fails_inside_the_stream_is_everybodys_error_and_passes(checkpoint: str, layout: Layout) -> None:
     """Fails early, with torn tensors and one bucket, and in a first sync at the last conversion in which it can."""
     engine = build(checkpoint, layout)
     take_over(True)
@@ -262,9 +257,6 @@ def test_parts_are_quantized_as_the_whole_tensor_is(checkpoint: str, layout: Lay
             train_step(engine)
 
 
-# Tensors change places between syncs
-
-
 def _copied(module: torch.nn.Module) -> torch.nn.Module:
     """The same model in other memory with other weights; process groups and configurations are shared."""
     values = [value for part in module.modules() for value in vars(part).values()]
@@ -304,7 +296,6 @@ def test_tensors_and_modules_that_are_replaced_are_found(checkpoint: str, layout
 
 # Megatron's own layers under the names of TransformerEngine's: classes, and norms fused into the linear layer after
 # them. What these layers compute is not there; what a bridge reads of them is
-
 # Of a layer: where a norm lies in Megatron's own layers, and the linear layer that TransformerEngine fuses it into
 FUSED = {
     "input_layernorm": "self_attention.linear_qkv",

@@ -85,9 +85,7 @@ OWN, MORE = {"share_expert_adapters": False}, pytest.mark.extended
     ids=str,
 )
 @on_ranks("layout", timeout=180)
-def test_merged_weights_are_those_of_the_bridge(
-    checkpoint: str, kind: str, layout: Layout, lora: dict[str, Any]
-) -> None:
+def test_merged_weights_are_the_bridges(checkpoint: str, kind: str, layout: Layout, lora: dict[str, Any]) -> None:
     engine = with_factors(checkpoint, layout, **lora)
     before, base = stock_export(engine), unmerged(engine)
     changed = [name for name, tensor in before.items() if not torch.equal(base[name], tensor)]

@@ -276,9 +276,6 @@ def test_the_engine_serves_what_the_model_says(qwen2: str, tmp_path: Path) -> No
         phase.real.close()
 
 
-# Staging memory stays between syncs where there is room for it next to what the engine resumes, and else goes
-
-
 @pytest.mark.parametrize(
     ("short", "failing", "stays"),
     [
@@ -288,9 +285,7 @@ def test_the_engine_serves_what_the_model_says(qwen2: str, tmp_path: Path) -> No
     ],
 )
 @on_ranks(1, timeout=180)
-def test_the_next_sync_does_as_the_room_was(
-    short: list[bool], failing: int, stays: list[bool], qwen2: str, tmp_path: Path
-) -> None:
+def test_staging_memory_stays(short: list[bool], failing: int, stays: list[bool], qwen2: str, tmp_path: Path) -> None:
     """Plays syncs, in some of which room is ``short``, and one of which fails; staging memory ``stays`` after some."""
     place, found = OneProcess(qwen2, tmp_path, delivery="staged"), []
     place.manager.keeps_staging = False  # as a manager of an engine that sleeps begins
@@ -371,9 +366,7 @@ READ, HELD = "changed on the way to the engine", "do not hold what was sent of"
     ],
 )
 @on_ranks(1)
-def test_a_bit_that_flips_is_found(
-    where: str, hashed: bool, verify: str, expected: str, qwen2: str, tmp_path: Path
-) -> None:
+def test_a_flip_is_found(where: str, hashed: bool, verify: str, expected: str, qwen2: str, tmp_path: Path) -> None:
     """Flips one in a packed slot, in the trainer's memory before the engine reads it, or in the engine's parameter."""
     delivery, key = ("staged", "staged") if where == "staging" else ("direct", "auto")
     place = OneProcess(qwen2, tmp_path, verify=verify, delivery=key)
@@ -406,8 +399,6 @@ def test_a_bit_that_flips_is_found(
     assert place.manager.report.delivery == delivery
 
 
-# An engine that rearranges weights once they are loaded from a checkpoint is refused by name, not served wrongly
-
 # Stand-ins for what SGLang's quantization method of a module does after a load of a checkpoint
 METHODS: dict[str, Callable[[Any], object]] = {
     "the same bytes where they were, as many do": lambda layer: setattr(layer.c, "data", layer.c.data.view(30, 30)),
@@ -421,9 +412,7 @@ METHODS: dict[str, Callable[[Any], object]] = {
     zip(METHODS, ("first", "never", "first"), ("", "SGLang changes c once", "the places of parameters"), strict=True),
 )
 @on_ranks(1)
-def test_weights_that_are_rearranged_after_every_load(
-    method: str, verify: str, changed: str, qwen2: str, tmp_path: Path
-) -> None:
+def test_weights_rearranged_after_a_load(method: str, verify: str, changed: str, qwen2: str, tmp_path: Path) -> None:
     place = OneProcess(qwen2, tmp_path, verify=verify)
     place.model.quant_method = SimpleNamespace(process_weights_after_loading=METHODS[method])
     for _ in range(2):
@@ -434,9 +423,6 @@ def test_weights_that_are_rearranged_after_every_load(
             text = str(error)
             assert changed and all(words in text for words in (changed, "moe_runner_backend=triton", TURN_OFF)), text
     place.close()
-
-
-# What else the engine rank promises the trainer rank
 
 
 @on_ranks(1)
@@ -458,9 +444,7 @@ def test_the_cache_goes_back_before_the_trainer_hears_of_the_end(qwen2: str, tmp
 
 @pytest.mark.parametrize(("late", "fails"), [(False, True), (True, True), (True, False)])
 @on_ranks(1)
-def test_an_engine_that_failed_to_sleep_in_time_is_asked_again(
-    late: bool, fails: bool, qwen2: str, tmp_path: Path
-) -> None:
+def test_an_engine_that_failed_to_sleep_is_asked_again(late: bool, fails: bool, qwen2: str, tmp_path: Path) -> None:
     """Unless it sleeps by then, after whoever asked had given up. Until it has answered, nothing touches its memory."""
     place, asked = OneProcess(qwen2, tmp_path), list[set[str]]()
     place.sync()

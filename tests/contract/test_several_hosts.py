@@ -76,8 +76,6 @@ def story(case: Case, config: Any, tp: int) -> None:
     assert said.getvalue().count(why) == (several and rank == 0), said.getvalue()
 
 
-# Delivery packs, sends and loads successive buckets at once: what a rank does with each of them, in its order
-
 Events = list[tuple[str, int]]
 
 

@@ -92,8 +92,6 @@ def test_responses_span_the_syncs_of_an_engine_that_keeps_its_requests(play: Pla
     assert max(spans) >= 2, f"no response spans a sync: {spans}"
 
 
-# verl's experimental mains
-
 EXPERIMENTAL = (
     *(f"{ROLLOUT}.checkpoint_engine.backend=sync_plugin", "rollout.nnodes=1", "rollout.n_gpus_per_node=1"),
     *("actor_rollout_ref.hybrid_engine=False", SHORT_WAIT, "++ray_kwargs.ray_init.num_gpus=2"),

@@ -67,8 +67,6 @@ def test_the_engine_has_the_tower_of_every_step(
     assert bool(trained.matching("freeze_vision_tower=True has no effect")) is frozen
 
 
-# The models and prompts, made by hand
-
 VISION_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 # As Qwen's own: an image is one placeholder, which the processor repeats for each of its tokens
 CHAT_TEMPLATE = (

@@ -145,8 +145,6 @@ def test_a_rollout_rank_that_dies_in_a_broadcast_costs_that_sync_alone(tmp_path:
     assert fourth == second and fifth == first, "the weights of the fourth sync are those of the second"
 
 
-# The group by itself, without trainer and engines
-
 NBYTES, LARGE, LATE = 3 << 20, 256 << 20, 2.0  # the large one: more than NCCL takes from a rank before others come
 
 

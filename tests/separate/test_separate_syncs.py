@@ -112,18 +112,15 @@ def come_and_go(driver: Driver, rollouts: list[Member], folder: Path) -> None:
     assert time.monotonic() - before < TIMEOUT
     assert failed[4] == Failure("MemoryError", "injected: _make"), failed
     assert all("a rank died" in each.text for each in failed[:4]), failed
-
     # then it can, and gets what it lacks
     lie(driver, rollouts, "ababb")
     joined = synced(driver, rollouts, 24, folder)[2]
     crossed_once(driver, rollouts, "ababb")
     assert joined["replayed_tensors"] == joined["tensors"], "marks have proven its plan"
-
     # one leaves
     lie(driver, [second, third], "abba")
     synced(driver, [second, third], 25, folder)
     crossed_once(driver, [second, third], "abba")
-
     # it comes back, and leaves once more: all three have been a group before, and so have the two
     for version, engines in ((26, rollouts), (27, [second, third])):
         before = time.monotonic()
@@ -139,7 +136,6 @@ def fail_and_die(driver: Driver, rollouts: list[Member], folder: Path) -> None:
     failed_alike(driver.sync(28, rollouts), "rank 1: MemoryError: injected: pack")
     assert len(second.ask("abandoned").answer()) > before
     synced(driver, rollouts, 29, folder)
-
     # one dies while weights are on their way: the others hear of it in time, and go on without it
     assert third.ask("die_in_second_bucket").answer() is None
     began = time.monotonic()

@@ -37,9 +37,6 @@ POLICY, MODULES, PLATFORM = "VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_EXTERNAL_MODU
 real = pytest.mark.timeout(400)
 
 
-# In a fresh process
-
-
 @pytest.mark.slow
 @real
 def test_healthy_stack_is_ready(tmp_path: Path, tiny_model: Any) -> None:
@@ -348,9 +345,7 @@ def test_overrides(words: str, level: str, text: str, remedy: str, tell: Callabl
 # ``verl-sync prove``
 
 
-def test_what_ends_the_run_for_want_of_memory_is_a_failed_check_with_a_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_memory_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """On the way to the device; as JSON alone on the standard output, and as a table."""
     (tmp_path / "config.json").write_text("{}")
 

@@ -72,7 +72,7 @@ def test_what_is_left_unwritten_is_named(found: LoadMap, known: dict[str, Any], 
         learned(found, **known)
 
 
-def test_a_map_that_explains_everything_and_constants_that_are_left_to_a_host_copy(
+def test_a_map_that_explains_everything_and_constants_left_to_a_host_copy(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     comparison = learned(COMPLETE)

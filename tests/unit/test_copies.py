@@ -100,9 +100,6 @@ def test_kernel_copies_casts_and_hashes_like_plain_torch(block: Block, device: s
     assert torch.equal(copied, expected) and not any(hashed)
 
 
-# In which order the rows of a copy are read that lie on several devices
-
-
 @pytest.mark.parametrize("shares", [(1.0,), (0.25,) * 4, (0.79, 0.07, 0.07, 0.07)])
 def test_every_home_is_read_evenly_and_in_its_own_order(shares: tuple[float, ...]) -> None:
     chance = np.random.default_rng(0)
@@ -117,9 +114,6 @@ def test_every_home_is_read_evenly_and_in_its_own_order(shares: tuple[float, ...
         assert read.max() - read.min() < 2 * ROW_BYTES / everything.min()
     for home in range(len(shares)):
         assert (np.diff(order[homes[order] == home]) > 0).all()
-
-
-# The hash in plain torch operations: what it is defined to be, and in little memory
 
 
 def hash_of_words(data: bytes, places: list[int]) -> int:
@@ -166,9 +160,6 @@ def test_hash_takes_little_memory() -> None:
         status = Path("/proc/self/status").read_text()
         peaks.append(int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]))
     assert peaks[-1] - peaks[0] < 16 << 10, "KiB, of 32 MiB of data"
-
-
-# Buckets are packed
 
 
 CPU = torch.device("cpu")

@@ -86,9 +86,7 @@ COMPUTES, LAYS = "its load computes from it", "its load lays b out again"
     ],
     ids=["layered", "random", "laying", "rebinding"],
 )
-def test_what_is_left_to_the_model_and_why(
-    load: Load, left: dict[str, str | None], missing: list[str] | None, exact: bool
-) -> None:
+def test_left_to_the_model(load: Load, left: dict[str, str | None], missing: list[str] | None, exact: bool) -> None:
     """A load that lays tensors out otherwise every time is exact, and makes no new layout."""
     model, sender = Pair(load, one_more=torch.zeros(LENGTH, dtype=BF16)), Sender([("a",), ("b",)], (LENGTH,))
     receiver, maps = sender.receiver(model), set[int]()
@@ -185,9 +183,7 @@ def test_a_load_that_always_raises_leaves_everything_unknown() -> None:
 
 
 @pytest.mark.parametrize(("times", "syncs"), [(1, 2), (1000, 15)])
-def test_too_little_memory_for_marks_leaves_a_sync_to_the_model_and_is_tried_a_few_times(
-    times: int, syncs: int
-) -> None:
+def test_too_little_memory_for_marks_leaves_syncs_to_the_model_and_is_tried_a_few_times(times: int, syncs: int) -> None:
     full, sent, maps = [times], Tensors(), []
 
     def crowded(model: Any, given: Tensors) -> None:
@@ -221,9 +217,6 @@ def test_a_fused_pair_is_left_together() -> None:
 
     found = map_of(Pair(each(load)), names, (LENGTH,))
     assert len(found.left) == 2 and {left.why for left in found.left} == {"goes through aten.add.Tensor"}
-
-
-# Tensors that SGLang's models rightly leave alone
 
 
 def skips(name: str, *sent: str, **of_model: Any) -> bool:

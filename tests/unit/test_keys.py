@@ -152,9 +152,6 @@ def test_an_error_that_nobody_foresaw_ends_the_driver(monkeypatch: pytest.Monkey
             rollout_of(f"{key}=1")
 
 
-# What is handed on
-
-
 STOCK = OmegaConf.load(CONFIG_DIR / "rollout" / "rollout.yaml")
 STOCK_MEGABYTES = STOCK.checkpoint_engine.update_weights_bucket_megabytes
 BUCKETS = {
@@ -258,9 +255,6 @@ def test_a_multirun_without_a_trainer_that_settles_is_told_what_to_set(tmp_path:
     ):
         with pytest.raises(SystemExit, match=rf"--multirun.*{said}"):
             hydra_run.multirun(tmp_path, *given, "trainer.use_v1=False")
-
-
-# Values, as every process checks them
 
 
 @pytest.mark.parametrize("wrap", [dict, OmegaConf.create])

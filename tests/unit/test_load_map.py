@@ -105,9 +105,6 @@ def test_few_runs_where_rows_lie_at_one_stride() -> None:
         assert len(maps.box_runs(*box)) == runs
 
 
-# Boxes and load maps
-
-
 BF16, FP32 = "bfloat16", "float32"
 
 

@@ -97,9 +97,7 @@ REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
 
 
 @pytest.mark.parametrize(("given", "shown", "remedy"), REFUSED, ids=[shown for _, shown, _ in REFUSED])
-def test_refused_by_key_value_and_remedy(
-    given: str | tuple[str, ...], shown: str, remedy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused(given: str | tuple[str, ...], shown: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, scipy=False)
     text = refused(*adapted(*((given,) if isinstance(given, str) else given)))
     assert shown in text and remedy in text.partition(shown)[2], text
@@ -124,9 +122,6 @@ SERVED = [
 def test_what_is_right_or_somebody_elses_passes() -> None:
     for given, merge in (*(((each,), True) for each in PASSES), *((each, False) for each in SERVED)):
         assert rollout_of(*adapted(*given, merge=merge)).custom.sync.enabled is True, given
-
-
-# Both ways to say it
 
 
 def settled(*overrides: str, strategy: str = "fsdp2") -> DictConfig:
@@ -209,9 +204,6 @@ def test_the_head_travels_where_the_adapter_makes_it_different(given: tuple[str,
         assert ("lm_head.weight" in sent) is (unties or not tied)
 
 
-# Adapters that the engine serves
-
-
 UNSERVABLE = (
     "use_rslora=True", "use_dora=True", "rank_pattern={'v_proj': 2}", "alpha_pattern={'v_proj': 2}",
     "modules_to_save=['lm_head']", "bias='all'", "lora_bias=True", "fan_in_fan_out=True",
@@ -275,7 +267,6 @@ def test_what_of_an_adapters_folder_is_refused(tmp_path: Path) -> None:
 
 
 # An adapted embedding or head: of which model, tied or not, what is refused, and by which strategies
-
 BOTH, LLAMA, GEMMA = ("fsdp", "fsdp2"), "LlamaForCausalLM", "Gemma2ForCausalLM"
 ALWAYS_TIED = (
     *(f"{each}ForCausalLM" for each in ("Cohere", "Cohere2", "Gemma", "Gemma2", "Gemma3", "Gemma3n", "GPTBigCode")),
@@ -327,9 +318,6 @@ def test_an_adapted_end_that_is_served_or_of_a_model_on_a_hub(tmp_path: Path) ->
     assert BY_TORCH[0] in refused(*adapted(*given, merge=False))
     rollout_of(*adapted(*given, merge=False, strategy="fsdp"))
     rollout_of(*adapted(f"{MODEL}.path=somebody/on-a-hub", HEAD))
-
-
-# Megatron
 
 
 @pytest.mark.parametrize("merge", [True, False])

@@ -193,9 +193,7 @@ def prepare(sources: list[fp8.QuantizingSource], bases: tuple[int, ...]) -> None
 
 @pytest.mark.parametrize(("bucket_bytes", "torn"), [(400_000, True), (8 << 20, False)])
 @torch.no_grad()
-def test_an_engine_rank_quantizes_what_it_reads_in_place(
-    bucket_bytes: int, torn: bool, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_ranks_quantize_too(bucket_bytes: int, torn: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bytes and the same hashes as where trainer ranks quantize what they pack."""
     monkeypatch.setattr(fp8, "kernel_works", lambda device: True)
     monkeypatch.setattr(ParameterSource, "rank", property(lambda source: source.group.rank if source.group else 0))

@@ -63,9 +63,6 @@ def test_what_is_no_manager_or_not_there_is_refused() -> None:
         object.__new__(Mine).open_source()
 
 
-# verl's registries
-
-
 class StrangeEngine(FSDPEngineWithLMHead):
     """Another plugin's."""
 
@@ -118,9 +115,7 @@ def test_a_missing_engine_is_named_where_verl_asks_for_its_replica(monkeypatch: 
         (_ROLLOUT_REGISTRY, ("sglang", "async"), "rollout adapter"),
     ],
 )
-def test_a_key_that_was_taken_later_is_named_in_the_rollout_config(
-    registry: Any, key: Any, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_taken_later_is_named(registry: Any, key: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry, key, "other.Strange")
     SyncRolloutConfig(name="vllm", mode="async")
     text = f"verl's {what} for sglang is already taken by 'other.Strange'"

@@ -113,9 +113,7 @@ def test_then_it_looks_at_the_device_every_time(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("custom", "known"), [({SHARES_GPU: True}, True), ({}, False)])
-def test_next_to_another_engine_or_on_an_unknown_device_it_always_empties(
-    custom: dict[str, bool], known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_always_empties_when_in_doubt(custom: dict[str, bool], known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(monkeypatch, **custom)
     if not known:
         monkeypatch.setattr(adapter, "read_device", lambda device: None)

@@ -56,9 +56,6 @@ def test_the_others_hear_of_a_stream_that_is_not_the_plugins() -> None:
     assert closed and member.ranks is None
 
 
-# Replicas that have died before a sync
-
-
 def actor(**answers: Any) -> Any:
     """A handle of Ray's, whose calls have answered already, or have failed."""
     return SimpleNamespace(**{name: SimpleNamespace(remote=lambda it=it: it) for name, it in answers.items()})

@@ -155,10 +155,10 @@ async def test_the_cache_is_flushed_once_and_a_flush_that_fails_locks_the_gate(m
         await ask(server)
 
 
-async def test_arguments_of_a_newer_verl_reach_its_own_methods_or_are_named(
+async def test_newer_verls_arguments(
     make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """But for those that ask for nothing."""
+    """Reach its own methods, or are named unless they ask for nothing."""
     server = make(Manager(), **COLOCATED)
     for name, more in (("abort_all_requests", {"reject_request": True}), ("resume_generation", {"soon": True})):
         monkeypatch.setattr(SGLangHttpServer, name, newer := AsyncMock())
@@ -226,7 +226,7 @@ async def test_a_pause_that_fails_holds_nobody(pause: str, make: Make, monkeypat
     assert (await asyncio.wait_for(ask(server), 1)).token_ids == [1]
 
 
-async def test_a_sync_that_nobody_begins_or_ends_is_waited_for_with_a_bound(
+async def test_a_sync_that_nobody_begins_or_ends_is_waited_for_in_bounds(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "together_seconds", lambda seconds: 0.01)
@@ -244,7 +244,7 @@ async def test_a_sync_that_nobody_begins_or_ends_is_waited_for_with_a_bound(
 
 @EVERY
 @pytest.mark.parametrize("fails", [False, True])
-async def test_a_late_end_of_a_sync_that_was_given_up_is_not_that_of_the_next(
+async def test_a_late_end_is_not_the_next_syncs(
     pause: str, fails: bool, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Covers a server that stands still in a sync's last step until that was given up and the next one loads."""
@@ -317,9 +317,7 @@ def test_a_scripts_engine_releases_memory_once_it_is_idle() -> None:
         asyncio.run(server.release_tags(["kv_cache"]))
 
 
-def test_metrics_that_no_trainer_logs_are_announced_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unlogged_metrics_are_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As with a trainer that another plugin registered after ours, or verl's legacy one."""
     monkeypatch.setattr(report, "_said", set())
     monkeypatch.setattr(SyncSGLangReplica, "launch_servers", AsyncMock())
@@ -328,9 +326,6 @@ def test_metrics_that_no_trainer_logs_are_announced_once(
         replica = SyncSGLangReplica(0, config, SimpleNamespace(path="nowhere"), gpus_per_node=1)
         asyncio.run(replica.init_hybrid(SimpleNamespace(workers=[])))
         assert replica.syncs_weights is enabled and capsys.readouterr().out.count("NO SYNC METRICS") == said
-
-
-# Draft models of speculative decoding: a sync writes the target alone, and a draft outlives the engine's sleep
 
 
 def test_sglang_loads_into_the_target_and_not_into_the_draft(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,15 +363,10 @@ def test_a_draft_is_loaded_from_its_checkpoint_and_kept_while_the_engine_sleeps(
     assert (launch.get("enable_draft_weights_cpu_backup"), launch.get("speculative_draft_load_format")) == kept
 
 
-# What SGLang made of its arguments is judged as the given ones are
-
-
 SAID = r"\.moe_runner_backend='flashinfer_trtllm' \(as SGLang resolved it at its launch\): .* set \S+=triton"
 
 
-def test_experts_that_blackwell_reorders_are_refused_once_launched(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_blackwell_reorders_are_refused(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run's, and a script's, by SGLang's own arguments, resolved as on a Blackwell GPU."""
     model = {**config_of("qwen3-moe"), "architectures": ["Qwen3MoeForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(model))

@@ -165,9 +165,7 @@ def test_refused(architecture: str, config: dict[str, Any], overrides: Given, sa
         ),
     ],
 )
-def test_what_is_plain_is_served(
-    architecture: str, config: dict[str, Any], arguments: dict[str, str], tmp_path: Path
-) -> None:
+def test_plain_is_served(architecture: str, config: dict[str, Any], arguments: dict[str, str], tmp_path: Path) -> None:
     given = [f"+{ARGUMENTS}.{key}={value}" for key, value in arguments.items()]
     given += [FP8] if config == IN_FP8 else []  # verl's fp8 takes the place of the checkpoint's own
     rollout = rollout_of(checkpoint(tmp_path, architecture, **config), *given)
