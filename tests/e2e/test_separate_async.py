@@ -11,12 +11,7 @@ from verl_sync_plugin.rollouts.sglang.request import FORGETTING_LOADER
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
-COMMON = (
-    "+sync=separate",
-    "trainer.v1.separate_async.parameter_sync_step=1",
-    f"{ROLLOUT}.nnodes=1",
-    SHORT_WAIT,
-)
+COMMON = ("+sync=separate", "trainer.v1.separate_async.parameter_sync_step=1", f"{ROLLOUT}.nnodes=1", SHORT_WAIT)
 LONG = 900  # tokens of every response; a batch of them takes longer than a step
 EVERY = [0, 1, 2, 3]  # versions of three steps
 

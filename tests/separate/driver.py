@@ -102,11 +102,7 @@ class Driver:
 
 @contextmanager
 def members(
-    model: str,
-    rollouts: int,
-    trainer: str = "processes.Trainer",
-    rollout: str = "rollouts.Rollout",
-    tp: int = 1,
+    model: str, rollouts: int, trainer: str = "processes.Trainer", rollout: str = "rollouts.Rollout", tp: int = 1
 ) -> Iterator[tuple[Driver, list[Member]]]:
     """Two trainer ranks and all ranks of rollouts; kinds by their names."""
     port = free_port()

@@ -12,9 +12,7 @@ IN_THE_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keeps only what needs the kernel in the process of ``test_copies.test_kernel_in_the_interpreter``."""
     if IN_THE_INTERPRETER:
-        items[:] = [
-            item for item in items if "device" in getattr(item, "fixturenames", ()) and "by_plain" not in item.name
-        ]
+        items[:] = [i for i in items if "device" in getattr(i, "fixturenames", ()) and "by_plain" not in i.name]
 
 
 @pytest.fixture

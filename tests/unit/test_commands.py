@@ -79,11 +79,8 @@ LATER = """
     wrapt.register_post_import_hook(later, "verl_sync_plugin.hooks.engines")
     """
 LEAVE_OUT = f"uninstall one of the two plugins, or leave the other one out: {POLICY}=verl_sync_plugin"
-STRANGER, BROKEN, AGAIN = (
-    "other_plugin.Stranger (of other-plugin)",
-    "ImportError: broken on purpose",
-    "pip install --force-reinstall",
-)
+STRANGER, BROKEN = "other_plugin.Stranger (of other-plugin)", "ImportError: broken on purpose"
+AGAIN = "pip install --force-reinstall"
 
 
 @pytest.mark.slow

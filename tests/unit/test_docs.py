@@ -281,9 +281,7 @@ def quickstart(folder: Path, **environment: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
 
 
-def test_the_quickstart_ends_with_five_lines_and_leaves_log_and_page_or_shows_the_logs_end(
-    tmp_path: Path,
-) -> None:
+def test_the_quickstart_ends_with_five_lines_and_leaves_log_and_page_or_shows_the_logs_end(tmp_path: Path) -> None:
     """Without syncs, or with a file of the user's for the reports, it makes no page."""
     ended, work = quickstart(tmp_path), tmp_path / "work"
     first, sync, one, two, *last = ended.stdout.splitlines()

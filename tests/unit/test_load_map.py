@@ -177,17 +177,15 @@ def test_what_is_skipped_or_no_element_is_not_left_out() -> None:
 
 
 def test_what_a_sync_leaves_unwritten() -> None:
-    storages = (
+    stores = (
         Storage("x", (StateTensor("x", FP32, WHOLE, False), StateTensor("y", FP32, Box(8, 8, ((2, 1, 1),)), True))),
         Storage("z", (StateTensor("z", BF16, WHOLE, False),)),
     )
-    found = LoadMap(
-        storages=storages, moves=(Move(0, 0, FP32, UPPER),), constants=(Constant(0, ((16, 24),), bytes(4)),)
-    )
+    found = LoadMap(storages=stores, moves=(Move(0, 0, FP32, UPPER),), constants=(Constant(0, ((16, 24),), bytes(4)),))
     wrote = [(kept.name, wrote, of) for kept, wrote, of in maps.unwritten(found)]
     assert wrote == [("x", 6, 8), ("y", 0, 2), ("z", 0, 8)]
     assert found.tensor_count == 3
-    theirs = LoadMap(storages=storages, moves=found.moves, theirs=((0, ((16, 40),)), (1, ((0, 15),))))
+    theirs = LoadMap(storages=stores, moves=found.moves, theirs=((0, ((16, 40),)), (1, ((0, 15),))))
     assert [(kept.name, wrote) for kept, wrote, _ in maps.unwritten(theirs)] == [("z", 7)], "half an element is none"
 
 
@@ -233,8 +231,7 @@ def test_parts_are_weighed_so_that_every_element_counts_alike() -> None:
         times = math.lcm(*many.values()) if alike else -1
         (weighed, once), factors = maps.weigh([96, 7], [*ranks, [(1, None)]])
         assert (weighed, once, factors.pop()) == (times, 1, [1]), ranks
-        assert [each for of_rank in factors for each in of_rank] == [
-            times // many[part[0]] if alike else 0 for part in parts
-        ], ranks
+        wanted = [times // many[part[0]] if alike else 0 for part in parts]
+        assert [each for of_rank in factors for each in of_rank] == wanted, ranks
         found.add(times)
     assert {-1, 1, 2, 3, 6} <= found

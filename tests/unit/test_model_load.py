@@ -111,9 +111,7 @@ def test_bytes_that_nobody_named_and_memory_that_is_gone_are_an_error(tmp_path: 
 
 
 @pytest.mark.parametrize("place", range(WORLD))
-def test_rows_are_read_in_turn_from_the_own_rank_on(
-    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_read_in_turn_from_the_own_one_on(place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sender, homes, honest = sender_of(PLAIN, tmp_path), list[Any](), Copier.prepare
     monkeypatch.setattr(Copier, "prepare", lambda copier, blocks, *of: homes.extend(of) or honest(copier, blocks))
     sender.in_place(sender.receiver(Model()), place)

@@ -36,10 +36,8 @@ class Whole(ParameterSource):
 
     def shards(self) -> list[Shard]:
         return [
-            Shard(
-                Base(name, "bfloat16", 2, (t.numel(),), (View(name, (*t.shape,), 0, t.numel()),)), partial(t.view, -1)
-            )
-            for name, t in self._state.items()
+            Shard(Base(n, "bfloat16", 2, (t.numel(),), (View(n, (*t.shape,), 0, t.numel()),)), partial(t.view, -1))
+            for n, t in self._state.items()
         ]
 
 

@@ -100,9 +100,7 @@ def test_an_engine_that_is_not_ours_is_named_in_the_first_sync(
 def test_a_missing_engine_is_named_where_verl_asks_for_its_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other processes may run on machines without an engine."""
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *more: None if name == "sglang" else find(name, *more)
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *more: None if n == "sglang" else find(n, *more))
     SyncRolloutConfig(name="sglang", mode="async")
     with pytest.raises(ValueError, match=r"rollout\.name='sglang': SGLang is not installed in "):
         RolloutReplicaRegistry.get("sglang")

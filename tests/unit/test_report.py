@@ -58,9 +58,8 @@ def test_the_phase_is_the_sum_of_its_stages_and_of_what_came_before() -> None:
 
 
 def test_the_line_fits_a_terminal() -> None:
-    assert report(delivery="direct", hashed_tensors=7).line() == (
-        "sync of step 3: 2.875 s, 7 tensors, 4.00 GB, direct, hashed 7"
-    )
+    said = report(delivery="direct", hashed_tensors=7).line()
+    assert said == "sync of step 3: 2.875 s, 7 tensors, 4.00 GB, direct, hashed 7"
     adapter = report(nbytes=230_000, tensors=0)
     assert adapter.line() == "sync of step 3: 2.875 s, 0 tensors, 0.23 MB, the adapter alone, hashed 0"
     many = {"global_steps": 10000, "tensors": 18867, "nbytes": 61 * 10**9, "verified_tensors": 18867}

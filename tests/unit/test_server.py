@@ -155,9 +155,7 @@ async def test_the_cache_is_flushed_once_and_a_flush_that_fails_locks_the_gate(m
         await ask(server)
 
 
-async def test_newer_verls_arguments(
-    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_new_arguments(make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Reach its own methods, or are named unless they ask for nothing."""
     server = make(Manager(), **COLOCATED)
     for name, more in (("abort_all_requests", {"reject_request": True}), ("resume_generation", {"soon": True})):
@@ -226,9 +224,7 @@ async def test_a_pause_that_fails_holds_nobody(pause: str, make: Make, monkeypat
     assert (await asyncio.wait_for(ask(server), 1)).token_ids == [1]
 
 
-async def test_a_sync_that_nobody_begins_or_ends_is_waited_for_in_bounds(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_sync_that_nobody_begins_or_ends_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "together_seconds", lambda seconds: 0.01)
     with pytest.raises(RuntimeError, match=r"waited 0\.01 s for its first sync; call"):
         await ask(make(Manager(), had_a_sync=False))
@@ -244,9 +240,7 @@ async def test_a_sync_that_nobody_begins_or_ends_is_waited_for_in_bounds(
 
 @EVERY
 @pytest.mark.parametrize("fails", [False, True])
-async def test_a_late_end_is_not_the_next_syncs(
-    pause: str, fails: bool, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_late_end_is_not_the_next(pause: str, fails: bool, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Covers a server that stands still in a sync's last step until that was given up and the next one loads."""
     manager, resumed = Manager(), asyncio.Event()
     server = make(manager, pause)
@@ -303,9 +297,7 @@ async def test_requests_that_outlive_an_abort_are_aborted_again_and_a_load_waits
 def test_a_scripts_engine_releases_memory_once_it_is_idle() -> None:
     """SGLang ends itself when it is asked to release a moment after its last answer."""
     server, flushed = object.__new__(ScriptServer), SimpleNamespace(success=True, message="")
-    manager = server.tokenizer_manager = mock.Mock(
-        flush_cache=AsyncMock(return_value=flushed), release_memory_occupation=AsyncMock()
-    )
+    manager = server.tokenizer_manager = AsyncMock(**{"flush_cache.return_value": flushed})
     server._keeps_copy, server._unready = True, ""
     server.expect_updates(1.0)
     asyncio.run(server.release_tags(["kv_cache"]))

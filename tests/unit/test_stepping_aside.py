@@ -29,11 +29,6 @@ QWEN2, QWEN3_MOE = "Qwen2ForCausalLM", "Qwen3MoeForCausalLM"
 Given = tuple[str, ...]
 
 
-def words(value: Any) -> str | None:
-    """A case's name."""
-    return " ".join(value) if isinstance(value, tuple) else None
-
-
 def checkpoint(folder: Path, architecture: str, **config: Any) -> str:
     """The override that names a model of this architecture."""
     model = folder / "model"
@@ -70,7 +65,6 @@ IN_FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1
         ),
         (QWEN2, IN_FP8, (VEOMNI, FP8), (f"{STRATEGY}=veomni", "fp8 verl chooses by names what it quantizes")),
     ],
-    ids=words,
 )  # fmt: skip
 def test_stock_verl_moves_the_weights_and_one_line_says_so(
     architecture: str, config: dict[str, Any], overrides: Given, said: Given, tmp_path: Path,
@@ -139,7 +133,6 @@ def test_stock_verl_moves_the_weights_and_one_line_says_so(
         ),
         ("LlamaForCausalLM", {"quantization_config": {"bits": 4}}, (), ("its checkpoint is quantized",)),
     ],
-    ids=words,
 )  # fmt: skip
 def test_refused(architecture: str, config: dict[str, Any], overrides: Given, said: Given, tmp_path: Path) -> None:
     text = refused(checkpoint(tmp_path, architecture, **config), *overrides)

@@ -142,9 +142,7 @@ def test_active_in_every_step_of_a_run_that_is_ours(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ray, "get", lambda report: report)
     server = SimpleNamespace(take_sync_report=SimpleNamespace(remote=lambda: reports[-1]))
     ours, stock = SimpleNamespace(syncs_weights=True, servers=[server]), SimpleNamespace()
-    stepped = ours_of(
-        monkeypatch, None, on_step_end=lambda made: vars(made).update(_pending_sync_metrics={"theirs": 2.0})
-    )
+    stepped = ours_of(monkeypatch, None, on_step_end=lambda it: vars(it).update(_pending_sync_metrics={"theirs": 2.0}))
     stepped.timing_raw = {}
     for replicas, expected in (([stock], {"theirs": 2.0}), ([stock, ours], {"theirs": 2.0, "sync/active": 1.0})):
         stepped.checkpoint_manager = SimpleNamespace(replicas=replicas)
