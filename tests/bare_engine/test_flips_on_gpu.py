@@ -27,17 +27,13 @@ BUCKET_MB = 4
 READ, HELD = "changed on the way to the engine", "do not hold what was sent of"
 STAGED, DIRECT = "plugin-staged", "plugin"
 # Variant, where the bit flips, whether bytes are hashed, custom.sync.verify: what finds it, if anything does
+ON_THE_WAY = {(True, "never"): READ, (False, "always"): HELD, (False, "never"): ""}
+IN_ENGINE = {(True, "always"): HELD, (True, "never"): ""}
 FOUND_BY = {
-    (STAGED, "staging", True, "never"): READ,
-    (STAGED, "staging", False, "always"): HELD,
-    (STAGED, "staging", False, "never"): "",
-    (STAGED, "engine", True, "always"): HELD,
-    (STAGED, "engine", True, "never"): "",
-    (DIRECT, "trainer", True, "never"): READ,
-    (DIRECT, "trainer", False, "always"): HELD,
-    (DIRECT, "trainer", False, "never"): "",
-    (DIRECT, "engine", True, "always"): HELD,
-    (DIRECT, "engine", True, "never"): "",
+    (variant, where, *how): by
+    for variant, source in ((STAGED, "staging"), (DIRECT, "trainer"))
+    for where, found in ((source, ON_THE_WAY), ("engine", IN_ENGINE))
+    for how, by in found.items()
 }
 
 

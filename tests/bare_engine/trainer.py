@@ -27,12 +27,9 @@ def build(model_path: str, strategy: str, model: dict[str, Any] | None = None, *
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine import EngineRegistry
 
+    plain = {"use_remove_padding": False, "enable_gradient_checkpointing": False}
     model_config = HFModelConfig(
-        path=model_path,
-        use_remove_padding=False,
-        enable_gradient_checkpointing=False,
-        override_config={"attn_implementation": "sdpa"},
-        **(model or {}),
+        path=model_path, override_config={"attn_implementation": "sdpa"}, **plain, **(model or {})
     )
     engine_config = FSDPEngineConfig(strategy=strategy, use_torch_compile=False, **settings)
     optimizer = FSDPOptimizerConfig(lr=1e-2, total_training_steps=10)

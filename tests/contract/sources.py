@@ -4,12 +4,13 @@
 import pickle
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -96,6 +97,13 @@ def same_everywhere(text: str) -> str:
     dist.all_gather_object(texts, text)
     assert len(set(texts)) == 1, texts
     return text
+
+
+def failed_alike(kind: Any, call: Callable[..., object], *given: Any, **more: Any) -> str:
+    """Returns the text of an error that all ranks have to raise alike."""
+    with pytest.raises(kind) as caught:
+        call(*given, **more)
+    return same_everywhere(str(caught.value))
 
 
 def reads_unseen() -> Any:

@@ -89,10 +89,7 @@ Play = Callable[..., Run]
 
 
 def main_ppo(setup: Setup, folder: Path) -> Run:
-    """Runs a main of verl's through the quickstart's script in an empty folder, to its end or ``TIMEOUT_SECONDS``.
-
-    It runs once more where another connection has taken the port that verl had found free.
-    """
+    """Runs a main of verl's in an empty folder to its end; once more where the port that verl found was taken."""
     run = _run(setup, folder)
     if run.returncode and "EADDRINUSE" in run.text and not run.reports:
         for path in folder.iterdir():

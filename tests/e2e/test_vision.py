@@ -103,23 +103,17 @@ def write(kind: str, folder: Path) -> Path:
 
 def _model(kind: str, common: dict[str, Any], tokenizer: Any) -> transformers.PreTrainedModel:
     text, vision = KINDS[kind]
-    numbers = dict(zip(VISION_TOKENS, tokenizer.convert_tokens_to_ids(VISION_TOKENS), strict=True))
-    config = transformers.AutoConfig.for_model(
-        kind,
-        text_config={**common, **MROPE, **text, "tie_word_embeddings": False},
-        vision_config=vision,
-        tie_word_embeddings=False,
-        vision_start_token_id=numbers["<|vision_start|>"],
-        vision_end_token_id=numbers["<|vision_end|>"],
-        image_token_id=numbers["<|image_pad|>"],
-        video_token_id=numbers["<|video_pad|>"],
-    )
+    untied, numbers = {"tie_word_embeddings": False}, tokenizer.convert_tokens_to_ids(VISION_TOKENS)
+    named = dict(zip(("vision_start", "vision_end", "image", "video"), numbers, strict=True))
+    special = {f"{name}_token_id": number for name, number in named.items()}
+    text = {**common, **MROPE, **text, **untied}
+    config = transformers.AutoConfig.for_model(kind, text_config=text, vision_config=vision, **untied, **special)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     for parameter in model.parameters():
         # The default deviation of 0.02 gives nearly equal logits: a wrong weight would hardly show
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.1)
-    _never_say(model, list(numbers.values()))
+    _never_say(model, numbers)
     return model
 
 

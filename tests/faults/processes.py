@@ -25,14 +25,9 @@ ARM = "faults.points.arm_engine"
 
 
 def rollout_config(delivery: str) -> Any:
-    sync = {"timeout_seconds": T, "delivery": delivery, "verify": "always"}
-    return RolloutConfig(
-        name="sglang",
-        tensor_model_parallel_size=2,
-        custom={"sync": sync},
-        max_model_len=64,
-        multi_stage_wake_up=True,  # as the driver sets it for every run
-    )
+    custom = {"sync": {"timeout_seconds": T, "delivery": delivery, "verify": "always"}}
+    as_by_the_driver = {"custom": custom, "multi_stage_wake_up": True}
+    return RolloutConfig(name="sglang", tensor_model_parallel_size=2, max_model_len=64, **as_by_the_driver)
 
 
 class Trainer:

@@ -13,7 +13,7 @@ from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, VeraConfi
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config
 from verl.workers.rollout.sglang_rollout.utils import lora_rank_of
 
-from contract.fsdp_models import ModelConfig
+from contract.fsdp_models import SIZES, ModelConfig
 from contract.sources import open_source
 from fresh_process import python
 from hydra_run import config_of, refused, rollout_of
@@ -23,10 +23,6 @@ MODEL = "actor_rollout_ref.model"
 LORA, PEFT = f"{MODEL}.lora", f"{MODEL}.lora.peft"
 STRATEGY, MEGATRON = "actor_rollout_ref.actor.strategy", "actor_rollout_ref.actor.megatron"
 FLAT = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
-SIZES: dict[str, Any] = {
-    "vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}  # fmt: skip
 
 
 def adapted(*overrides: str, merge: bool = True, strategy: str = "fsdp2") -> list[str]:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts files of the package and collectives in each sync from the third on, in all processes (``PYTHONPATH``).
-
-Parameters are moved to files at the start, which SGLang's processes can map as they can all device memory.
-"""
+"""Counts files of the package and collectives in each sync from the third on; parameters lie in files, to be mapped."""
 
 import concurrent.futures.thread as pool
 import json
