@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flips one bit between a trainer's weights and a real engine on a GPU: in a staged bucket, in the trainer's memory, or
-in the engine's parameter. On CPUs: ``test_engine_models.py``, ``test_one_process.py``, ``test_separate_syncs.py``."""
+"""Flips one bit of a real engine's sync on a GPU: in a staged bucket, in the trainer's memory, or in the engine's
+parameter. On CPUs: ``test_engine_models.py``, ``test_one_process.py``, ``test_separate_syncs.py``."""
 
 import base64
 import os

@@ -94,8 +94,8 @@ def check_syncs(
     same: Callable[[State, State], None] | None = None,
     rounds: int = 2,
 ) -> Reader:
-    """Checks ``rounds`` syncs in every way, with a ``change`` of the trainer after each: what comes is ``expected``, as
-    ``same`` compares it; plans stay alike, and no parameter of ``modules`` is written."""
+    """Checks ``rounds`` syncs in every way, with a ``change`` of the trainer after each. What comes is ``expected``, as
+    ``same`` compares it. Plans stay alike, and no parameter of ``modules`` is written."""
     reader, digests = source if isinstance(source, Reader) else Reader(source), list[str]()
     for bucket_bytes, sharded in WAYS * rounds:
         wanted = expected()

@@ -286,7 +286,8 @@ def test_the_engine_serves_what_the_model_says(qwen2: str, tmp_path: Path) -> No
 )
 @on_ranks(1, timeout=180)
 def test_staging_memory_stays(short: list[bool], failing: int, stays: list[bool], qwen2: str, tmp_path: Path) -> None:
-    """Plays syncs, in some of which room is ``short``, and one of which fails; staging memory ``stays`` after some."""
+    """Plays syncs before which the trainer hands its cache back if room is ``short``; the ``failing`` commit fails.
+    Where staging memory ``stays``, both sides have it after that sync, and make no room for it before the next."""
     place, found = OneProcess(qwen2, tmp_path, delivery="staged"), []
     place.manager.keeps_staging = False  # as a manager of an engine that sleeps begins
     for number, tight in enumerate(short, 1):
@@ -367,7 +368,7 @@ READ, HELD = "changed on the way to the engine", "do not hold what was sent of"
 )
 @on_ranks(1)
 def test_a_flip_is_found(where: str, hashed: bool, verify: str, expected: str, qwen2: str, tmp_path: Path) -> None:
-    """Flips one in a packed slot, in the trainer's memory before the engine reads it, or in the engine's parameter."""
+    """Flips a bit in a packed slot, in the trainer's memory before the engine reads it, or in the engine's own."""
     delivery, key = ("staged", "staged") if where == "staging" else ("direct", "auto")
     place = OneProcess(qwen2, tmp_path, verify=verify, delivery=key)
     for _ in range(2):

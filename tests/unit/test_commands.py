@@ -343,7 +343,7 @@ def test_overrides(words: str, level: str, text: str, remedy: str, tell: Callabl
 
 
 def test_no_memory_to_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """On the way to the device; as JSON alone on the standard output, and as a table."""
+    """Fails a check with a remedy, which is JSON alone on the standard output, or a row of a table."""
     (tmp_path / "config.json").write_text("{}")
 
     def full(*_: object, **__: object) -> None:

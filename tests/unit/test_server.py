@@ -156,7 +156,7 @@ async def test_the_cache_is_flushed_once_and_a_flush_that_fails_locks_the_gate(m
 
 
 async def test_new_arguments(make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Reach its own methods, or are named unless they ask for nothing."""
+    """Hands them to verl's own methods, or names them unless they ask for nothing."""
     server = make(Manager(), **COLOCATED)
     for name, more in (("abort_all_requests", {"reject_request": True}), ("resume_generation", {"soon": True})):
         monkeypatch.setattr(SGLangHttpServer, name, newer := AsyncMock())
