@@ -99,7 +99,7 @@ def same_everywhere(text: str) -> str:
     return text
 
 
-def failed_alike(kind: Any, call: Callable[..., object], *given: Any, **more: Any) -> str:
+def raised_alike(kind: Any, call: Callable[..., object], *given: Any, **more: Any) -> str:
     """Returns the text of an error that all ranks have to raise alike."""
     with pytest.raises(kind) as caught:
         call(*given, **more)

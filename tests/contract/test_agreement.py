@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from worlds import on_ranks
 
-from contract.sources import WorldSource, everyone, failed_alike, in_a_file, same_everywhere
+from contract.sources import WorldSource, everyone, in_a_file, raised_alike, same_everywhere
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.planner import plan_buckets
@@ -172,7 +172,7 @@ def test_a_silent_engine_hears_of_a_failure_once_and_is_waited_for_once(where: s
     manager.open_source = unreadable  # type: ignore[method-assign]
     started = time.monotonic()
     call = manager.finish(["kv_cache"]) if where == "finish" else manager.update_weights([], 1)
-    text = failed_alike(SyncError, asyncio.run, call)
+    text = raised_alike(SyncError, asyncio.run, call)
     assert time.monotonic() - started < (2.5 if where == "finish" else 1.5) * WAIT
     assert gc.isenabled() and (where != "plan" or "no source; garbage is collected: False" in text), text
     assert engine.asked == ([*asked, f"abandon_sync: {text}"] if engine.leader else [])

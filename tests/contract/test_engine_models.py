@@ -15,7 +15,7 @@ from worlds import on_ranks
 
 from contract import sglang_models as models
 from contract.sglang_models import weights_of
-from contract.sources import failed_alike
+from contract.sources import raised_alike
 from contract.wire import Wire
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.verify import DERIVED
@@ -39,7 +39,7 @@ def every_flipped_bit_is_found(kind: str, config: Any) -> None:
             bit, rank = 1 << generator.randrange(8), generator.randrange(dist.get_world_size())
             flipped = bit if dist.get_rank() == rank else 0
             flat[at] ^= flipped
-            text = failed_alike(SyncError, wire.compare)
+            text = raised_alike(SyncError, wire.compare)
             assert HELD in text or "hold what no load puts there" in text, text
             flat[at] ^= flipped
             found += 1
@@ -180,7 +180,7 @@ def what_is_written_only_in_part_is_an_error(config: Any) -> None:
     some = [each for each in weights_of(MOE, 1) if "layers.1.mlp.experts.2." not in each[0]]
     wire = Wire(models.build(config))
     for _ in range(2):
-        text = failed_alike(SyncError, wire.sync, some)
+        text = raised_alike(SyncError, wire.sync, some)
         assert "unwritten, or writes them only in part" in text and "model.layers.1.mlp.experts.w2_weight" in text
 
 
@@ -219,7 +219,7 @@ def a_rank_without_room_for_marks_fails_the_proof_of_all(config: Any) -> None:
     model = models.build(config)
     model.model.norm.weight.weight_loader = crowded
     said = "not every engine rank could find out what it holds (no device memory for a load of marks"
-    assert said in failed_alike(SyncError, Wire(model, verify="always").sync, weights)
+    assert said in raised_alike(SyncError, Wire(model, verify="always").sync, weights)
 
 
 def leftovers_that_are_not_loaded_alone_are_an_error(config: Any) -> None:

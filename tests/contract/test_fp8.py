@@ -20,7 +20,7 @@ from contract.fsdp_models import KEEP, LAYOUTS, Layout, build, change, fsdp1, ma
 from contract.reading import LARGE, WAYS, State, check_quantized, in_fp8, projections, sync
 from contract.sglang_models import build as build_engine
 from contract.sglang_models import start, weights_of
-from contract.sources import StandIn, Wanted, failed_alike
+from contract.sources import StandIn, Wanted, raised_alike
 from contract.test_families import Named, found_by, in_turn, outcome, table, written
 from contract.test_lora_syncs import LINEAR, WEIGHT, out_of_memory
 from contract.wire import Wire
@@ -64,7 +64,7 @@ def test_a_broken_weight_is_named_and_a_rank_that_fails_leaves_nobody_alone() ->
         shards = begun.source._found
         place = next(at for at, each in enumerate(shards) if each.base.views[0].name == WEIGHT)
         shards[place] = replace(shards[place], local=out_of_memory)
-    text = failed_alike(SyncError, way.fill, begun)
+    text = raised_alike(SyncError, way.fill, begun)
     assert "rank 1: torch.OutOfMemoryError: injected" in text and text.count("rank ") == 1, text
     manager.sender.close()
     check_quantized(manager, expected, blocks, LARGE, False)

@@ -19,7 +19,7 @@ from worlds import on_ranks
 from contract import fsdp_models
 from contract.fsdp_models import Layout, Variant, fsdp1, manager_of, merging_source, peft_model, shard
 from contract.reading import LARGE, Reader, sync
-from contract.sources import BUCKET_BYTES, StandIn, failed_alike
+from contract.sources import BUCKET_BYTES, StandIn, raised_alike
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.sync.manager import ShardingManager
 
@@ -105,7 +105,7 @@ def test_nobody_is_left_alone_in_a_collective(layout: Layout, where: str) -> Non
     source, last = manager.open_source(), dist.get_rank() == dist.get_world_size() - 1
     manager.source, honest = source, sync(source, BUCKET_BYTES)
     started = time.monotonic()
-    text = failed_alike(SyncError, first_buckets, manager, where if last else "")
+    text = raised_alike(SyncError, first_buckets, manager, where if last else "")
     assert time.monotonic() - started < SOON
     assert f"rank {layout.size - 1}: torch.OutOfMemoryError: injected" in text, text
     assert text.count("rank ") == 1 and "failed at 'packing the first buckets'" in text, text
@@ -155,7 +155,7 @@ def serving(module: torch.nn.Module, server: StandIn, wire: str = "bfloat16") ->
 
 
 def failing(manager: ShardingManager) -> str:
-    return failed_alike(SyncError, asyncio.run, manager.update_weights([], 0))
+    return raised_alike(SyncError, asyncio.run, manager.update_weights([], 0))
 
 
 @pytest.mark.parametrize("layout", [Layout((1,)), Layout((3,)), fsdp1(2, True)], ids=str)

@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 from worlds import on_ranks
 
 from contract.reading import LARGE, TINY, Reader, State, check_quantized, check_same, check_syncs, projections
-from contract.sources import StandIn, failed_alike, manager_of, open_source
+from contract.sources import StandIn, manager_of, open_source, raised_alike
 from megatron_cpu.engines import Layout, build, stock_export, train_step, unwrapped
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.trainers.base import take_over
@@ -51,7 +51,7 @@ def check_exports(engine: Any, kind: str = "MegatronSource", same: Compare = che
 def error_of(work: Callable[[], object], seconds: float = 10.0) -> str:
     """The text of a sync that must fail, soon and alike on every rank."""
     started = time.monotonic()
-    text = failed_alike((SyncError, ValueError), work)
+    text = raised_alike((SyncError, ValueError), work)
     assert time.monotonic() - started < seconds, "a rank waited for one that had failed"
     return text
 

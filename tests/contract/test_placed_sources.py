@@ -21,7 +21,7 @@ from worlds import on_ranks
 from bare_engine import trainer
 from contract import sources
 from contract.reading import State, check_syncs
-from contract.sources import failed_alike
+from contract.sources import raised_alike
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.spmd import Given, SpmdShardingManager
 from verl_sync_plugin.transport.agreement import Agreement
@@ -176,7 +176,7 @@ def test_what_is_no_box_of_one_whole_is_refused_by_name_on_all_ranks() -> None:
         )
     ]
     for source, words in [*placed, (turned, "tensor 'w' is no contiguous part of 'w'"), *specs]:
-        text = failed_alike(SyncError, source.agree_on_layout, Agreement(30.0))
+        text = raised_alike(SyncError, source.agree_on_layout, Agreement(30.0))
         assert words in text, text
     nothing: list[tuple[Any, type[Exception], str]] = [
         (SimpleNamespace(engine_config=SimpleNamespace(strategy="torchtitan")), ValueError, "use one of fsdp"),

@@ -14,13 +14,8 @@ from separate.processes import TIMEOUT
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.fixture
-def model(tiny_model: Callable[[str], str]) -> str:
-    return tiny_model("qwen2")
-
-
-def test_syncs_are_exact_while_engines_join_leave_fail_and_die(model: str, tmp_path: Path) -> None:
-    with members(model, 3) as (driver, rollouts):
+def test_syncs_are_exact_while_engines_come_go_fail_and_die(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
+    with members(tiny_model("qwen2"), 3) as (driver, rollouts):
         hidden_staging_memory(driver, rollouts[:1], tmp_path)
         parameters_read_in_place(driver, rollouts[1:], tmp_path)
         broadcast_to_two_hosts(driver, rollouts[:2], tmp_path)
@@ -29,8 +24,8 @@ def test_syncs_are_exact_while_engines_join_leave_fail_and_die(model: str, tmp_p
 
 
 @pytest.mark.extended
-def test_flat_parameters_are_read_in_place(model: str, tmp_path: Path) -> None:
-    with members(model, 2, "processes.FSDP1Trainer") as (driver, rollouts):
+def test_flat_parameters_are_read_in_place(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
+    with members(tiny_model("qwen2"), 2, "processes.FSDP1Trainer") as (driver, rollouts):
         parameters_read_in_place(driver, rollouts, tmp_path)
 
 

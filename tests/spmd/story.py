@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from contract.sources import failed_alike
+from contract.sources import raised_alike
 from verl_sync_plugin import SpmdRollout
 from verl_sync_plugin.errors import RolloutError, SyncError
 from verl_sync_plugin.spmd import Generated
@@ -121,11 +121,11 @@ def generation(rollout: SpmdRollout) -> None:
     dist.all_gather_object(everyone, sampled.ids)
     assert torch.equal(*everyone) and len({tuple(row) for row in sampled.response_ids.tolist()}) > 1
     rank = dist.get_rank()
-    text = failed_alike(RolloutError, rollout.generate, [[5 + rank]], GREEDY)
+    text = raised_alike(RolloutError, rollout.generate, [[5 + rank]], GREEDY)
     assert "the ranks of one engine gave different prompts" in text, text
-    text = failed_alike(RolloutError, rollout.generate, PROMPTS if rank == 0 else [[]], GREEDY)
+    text = raised_alike(RolloutError, rollout.generate, PROMPTS if rank == 0 else [[]], GREEDY)
     assert "rank 1: ValueError: token_ids[0] has no tokens" in text and "rank 0" not in text, text
-    text = failed_alike(RolloutError, rollout.generate, [[5] * 300], GREEDY)
+    text = raised_alike(RolloutError, rollout.generate, [[5] * 300], GREEDY)
     assert "rank 0: ValueError" in text, text  # SGLang's: longer than the context
 
 
@@ -133,11 +133,11 @@ def memory(rollout: SpmdRollout, source: torch.nn.Module, expected: torch.nn.Mod
     """Released weights are not generated from, whatever is resumed; a sync brings them back."""
     rollout.release_kv()
     rollout.release_kv()
-    assert "released (kv_cache)" in failed_alike(RolloutError, rollout.generate, PROMPTS, GREEDY)
+    assert "released (kv_cache)" in raised_alike(RolloutError, rollout.generate, PROMPTS, GREEDY)
     rollout.release_weights()
     rollout.resume_weights()
     rollout.resume_kv()
-    assert "call sync_weights first" in failed_alike(RolloutError, rollout.generate, PROMPTS, GREEDY)
+    assert "call sync_weights first" in raised_alike(RolloutError, rollout.generate, PROMPTS, GREEDY)
     rollout.release_weights()
     rollout.release_kv()
     rollout.sync_weights(source)
@@ -154,15 +154,15 @@ def failures(rollout: SpmdRollout, source: torch.nn.Module, expected: torch.nn.M
     kept = held[3].item()
     if dist.get_rank() == 1:
         held[3] = float("nan")
-    text = failed_alike(SyncError, rollout.sync_weights, source)
+    text = raised_alike(SyncError, rollout.sync_weights, source)
     assert "rank 1: ValueError: parameter 'model.layers.1.mlp.up_proj.weight' holds NaN or Inf" in text, text
-    assert "half written" in failed_alike(RolloutError, rollout.generate, PROMPTS, GREEDY)
+    assert "half written" in raised_alike(RolloutError, rollout.generate, PROMPTS, GREEDY)
     held[3] = kept
     serves(rollout, source, expected)
-    text = failed_alike(SyncError, rollout.sync_weights, source if dist.get_rank() == 0 else "weights")
+    text = raised_alike(SyncError, rollout.sync_weights, source if dist.get_rank() == 0 else "weights")
     assert "rank 1: TypeError: a str cannot be synced" in text, text
     left_out = {name: tensor for name, tensor in model(8).state_dict().items() if "layers.1.mlp.down_proj" not in name}
-    text = failed_alike(SyncError, rollout.sync_weights, left_out)
+    text = raised_alike(SyncError, rollout.sync_weights, left_out)
     assert "model.layers.1.mlp.down_proj.weight" in text, text
     serves(rollout, source, expected)
 
@@ -179,7 +179,7 @@ def engine_is_late(rollout: SpmdRollout, source: torch.nn.Module, expected: torc
     endpoint._timeout, bound = 1.0, endpoint._timeout
     for process in started():
         process.suspend()
-    text = failed_alike(SyncError, rollout.sync_weights, source)
+    text = raised_alike(SyncError, rollout.sync_weights, source)
     assert "SGLang did not answer within 1 s" in text and "timeout_seconds" in text, text
     for process in started():
         process.resume()
@@ -190,7 +190,7 @@ def engine_is_late(rollout: SpmdRollout, source: torch.nn.Module, expected: torc
 def engine_dies(rollout: SpmdRollout) -> None:
     for process in started():
         process.kill()
-    text = failed_alike(RolloutError, rollout.generate, PROMPTS, GREEDY)
+    text = raised_alike(RolloutError, rollout.generate, PROMPTS, GREEDY)
     assert "rank 0: RuntimeError: SGLang's process has ended" in text, text
 
 
@@ -198,7 +198,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     more = {"max_total_tokens": 2048, "context_length": 256, "max_running_requests": 8}
     rollout = SpmdRollout(MODEL, tensor_parallel_size=2, sync={"timeout_seconds": 60}, engine=more)
-    assert "call sync_weights first" in failed_alike(RolloutError, rollout.generate, PROMPTS, GREEDY)
+    assert "call sync_weights first" in raised_alike(RolloutError, rollout.generate, PROMPTS, GREEDY)
     every_source(rollout)
     generation(rollout)
     source = sharded(model(9))
