@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared by all tests: the CPU stack, tiny models."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable
@@ -26,8 +24,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (TESTS, os.environ.get("
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Groups for ``pytest -n 2 --dist loadgroup``, as ``make test`` runs: a module's tests share what it has started,
-    and the runs of verl's mains share one group, since a run looks for Ray's processes that outlive it."""
+    """Groups tests for ``--dist loadgroup``: a module's, and runs of verl's mains, which look for Ray's processes."""
     item.add_marker(pytest.mark.xdist_group("e2e" if _of_a_main(item) else item.path.stem))
 
 

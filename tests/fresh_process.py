@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code, tests and ``verl-sync doctor`` in a fresh interpreter, and what these are to find there: another plugin of
-verl's, other releases of packages, in folders that go before the installed ones in ``PYTHONPATH``."""
-
-from __future__ import annotations
+"""Runs code, tests and the doctor in a fresh interpreter, with other plugins and releases first in ``PYTHONPATH``."""
 
 import json
 import os
@@ -100,8 +97,7 @@ def broken(folder: Path, module: str) -> Path:
 
 
 def folder_with(factory: pytest.TempPathFactory, *packages: str) -> Path:
-    """A folder with these packages, without what they require. ``SYNC_TEST_PACKAGES`` names a place that keeps such
-    folders between sessions."""
+    """Installs packages without what they require; ``SYNC_TEST_PACKAGES`` names a place that keeps such folders."""
     kept = os.environ.get("SYNC_TEST_PACKAGES")
     folder = (Path(kept) if kept else factory.mktemp("packages")) / "+".join(packages)
     if not folder.is_dir():

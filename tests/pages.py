@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of the documentation's pages that tests write, from ``<!-- NAME:begin -->`` to ``<!-- NAME:end -->``."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ports that no connection takes before the process that is given one binds it."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import socket

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that count as ranks of several hosts on one GPU: NCCL then connects them by sockets.
-
-NCCL refuses two ranks on one GPU of one host, and takes what ``NCCL_HOSTID`` says for a host.
-"""
-
-from __future__ import annotations
+"""Plays ranks of several hosts on one GPU: NCCL takes ``NCCL_HOSTID`` for a host, and connects them by sockets."""
 
 import faulthandler
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the quickstart's tiny checkpoints from this process: a script of its own would import everything again."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from typing import Any

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that ``--cov`` leaves out, or measures only from some point on.
-
-Measuring costs Python processes half as much time again, imports above all. Ray's workers, SGLang's processes and the
-contract tests' worlds are killed at their end and never write what they measured, so it would be for nothing.
-"""
-
-from __future__ import annotations
+"""Starts processes that ``--cov`` leaves out, since they are killed before they write what they measured."""
 
 import os
 from collections.abc import Iterator

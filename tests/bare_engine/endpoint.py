@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real SGLang engine without verl's server actor: its loop, and the calls that a rollout endpoint makes of it."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time
@@ -24,21 +22,15 @@ PLAIN = ("bare_engine.loaders.load", "bare_engine.loaders.load_and_forget_prefix
 
 
 class BareEngine(ScriptServer):
-    """``sgl.Engine`` on CPU, whose loop runs in a thread; methods of the plugin's server run in it.
-
-    Attributes:
-        abandoned: why syncs were given up.
-        reports: of all syncs.
-        flushed: of every sync that ended, whether the flush was asked for during the load.
-    """
+    """Runs ``sgl.Engine`` on a CPU; its loop, and methods of the plugin's server, run in a thread."""
 
     def __init__(
         self, model_path: str, tp: int, load_format: str = "dummy", loaders: tuple[str, ...] = (), **more: Any
     ) -> None:
         self.tp = tp
-        self.abandoned: list[str] = []
+        self.abandoned: list[str] = []  # why syncs were given up
         self.reports: list[dict[str, Any]] = []
-        self.flushed: list[bool] = []
+        self.flushed: list[bool] = []  # of every sync, whether the flush was asked for during the load
         arguments = {
             "model_path": model_path, "tp_size": tp, "load_format": load_format,
             "custom_weight_loader": [LOADER, DUMP, *PLAIN, *loaders],
@@ -78,10 +70,7 @@ class BareEngine(ScriptServer):
         return [torch.load(f"{path}.{rank}") for rank in range(self.tp)]
 
     def load_from_disk(self, path: str) -> None:
-        """SGLang's own way from a checkpoint into the running engine.
-
-        It ends the scheduler when a request is still running, and an answered one may be for a moment.
-        """
+        """Loads a checkpoint in SGLang's own way once it is idle: a running request would end its scheduler."""
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
         deadline, manager = time.monotonic() + IDLE_SECONDS, self.tokenizer_manager

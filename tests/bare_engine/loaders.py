@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Custom loaders for tests; they run in SGLang's schedulers. The only pair's name is what a loader is given to do."""
 
-from __future__ import annotations
-
 import functools
 import time
 from pathlib import Path
@@ -70,10 +68,7 @@ def slow_down(model: torch.nn.Module, named_tensors: Named) -> None:
 
 
 def arm(model: Any, named_tensors: Named) -> None:
-    """The next load says in a file "stalled" when it stands still, and goes on once there is a file "go".
-
-    Both are in the folder that the only pair names.
-    """
+    """Stops the next load halfway, as a file "stalled" says, until there is "go" in the folder that the pair names."""
     folder, honest = Path(named_tensors[0][0]), model.load_weights
 
     def load_weights(weights: list[tuple[str, torch.Tensor]]) -> None:

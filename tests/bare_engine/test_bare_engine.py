@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real SGLang engine fed by verl's real FSDP and Megatron engines: exact after every sync, also after failures."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time
@@ -38,7 +36,7 @@ class Case(NamedTuple):
     strategy: str  # verl's, of the actor
     world: int  # trainer ranks, which is also the engine's tensor-parallel size
     bucket_bytes: int  # small ones make tensors split
-    story: Callable[[Rank], None]
+    story: Callable[..., None]  # of a rank
     settings: tuple[tuple[str, object], ...] = ()  # for FSDPEngineConfig, or of a Megatron Layout
 
 
@@ -108,8 +106,7 @@ def play(rank: int, case: Case, model: str, folder: Path, port: int) -> None:
 
 
 def three_syncs(member: Rank) -> None:
-    """Three syncs with changing weights, each compared bit for bit; the last rank comes late to its listener, and the
-    engine stays awake before the second."""
+    """Compares three syncs bit for bit; the last rank comes late to its listener, and the second engine is awake."""
     ask = member.manager.meeting.ask
 
     def late() -> None:

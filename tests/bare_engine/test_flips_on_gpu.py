@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flips one bit between a trainer's weights and a real engine on a GPU: in a staged bucket, in the trainer's memory
-after its hash, where the engine reads that in place, and in the engine's own parameter after the copies.
-
-On CPUs: ``contract/test_engine_models.py``, ``contract/test_one_process.py`` and ``separate/test_separate_syncs.py``.
-"""
-
-from __future__ import annotations
+"""Flips one bit of a real engine's sync on a GPU: in a staged bucket, in the trainer's memory, or in the engine's
+parameter. On CPUs: ``test_engine_models.py``, ``test_one_process.py``, ``test_separate_syncs.py``."""
 
 import base64
 import os
@@ -32,17 +27,13 @@ BUCKET_MB = 4
 READ, HELD = "changed on the way to the engine", "do not hold what was sent of"
 STAGED, DIRECT = "plugin-staged", "plugin"
 # Variant, where the bit flips, whether bytes are hashed, custom.sync.verify: what finds it, if anything does
+ON_THE_WAY = {(True, "never"): READ, (False, "always"): HELD, (False, "never"): ""}
+IN_ENGINE = {(True, "always"): HELD, (True, "never"): ""}
 FOUND_BY = {
-    (STAGED, "staging", True, "never"): READ,
-    (STAGED, "staging", False, "always"): HELD,
-    (STAGED, "staging", False, "never"): "",
-    (STAGED, "engine", True, "always"): HELD,
-    (STAGED, "engine", True, "never"): "",
-    (DIRECT, "trainer", True, "never"): READ,
-    (DIRECT, "trainer", False, "always"): HELD,
-    (DIRECT, "trainer", False, "never"): "",
-    (DIRECT, "engine", True, "always"): HELD,
-    (DIRECT, "engine", True, "never"): "",
+    (variant, where, *how): by
+    for variant, source in ((STAGED, "staging"), (DIRECT, "trainer"))
+    for where, found in ((source, ON_THE_WAY), ("engine", IN_ENGINE))
+    for how, by in found.items()
 }
 
 

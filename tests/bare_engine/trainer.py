@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's own engines, built in a test process, and what transformers makes of their weights."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,10 +18,7 @@ Words = tuple[list[int], list[float]]  # an engine's answer to the prompt: token
 
 
 def build(model_path: str, strategy: str, model: dict[str, Any] | None = None, **settings: object) -> object:
-    """verl's registered actor engine for ``strategy``, initialized; Megatron's ``settings`` are a ``Layout``'s.
-
-    ``model``: more of verl's ``HFModelConfig``, for FSDP.
-    """
+    """Initializes verl's actor engine; ``settings``: FSDP's, or a Megatron ``Layout``'s; ``model``: more of FSDP's."""
     if strategy == "megatron":
         from megatron_cpu import engines
 
@@ -32,12 +27,9 @@ def build(model_path: str, strategy: str, model: dict[str, Any] | None = None, *
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine import EngineRegistry
 
+    plain = {"use_remove_padding": False, "enable_gradient_checkpointing": False}
     model_config = HFModelConfig(
-        path=model_path,
-        use_remove_padding=False,
-        enable_gradient_checkpointing=False,
-        override_config={"attn_implementation": "sdpa"},
-        **(model or {}),
+        path=model_path, override_config={"attn_implementation": "sdpa"}, **plain, **(model or {})
     )
     engine_config = FSDPEngineConfig(strategy=strategy, use_torch_compile=False, **settings)
     optimizer = FSDPOptimizerConfig(lr=1e-2, total_training_steps=10)
@@ -69,8 +61,7 @@ def perturb(engine: object, seed: int, scale: float = 0.05) -> None:
 
 
 def share(engine: object, folder: Path) -> None:
-    """Moves every parameter to a new file, which other processes can map as they can all device memory. Those of FSDP1
-    only before the first sync: later it has another tensor of the same memory."""
+    """Moves every parameter to a new file, which others can map; those of FSDP1 only before its first sync."""
     for module in _modules(engine):
         for parameter in module.parameters():
             local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
@@ -88,11 +79,7 @@ def local_state(engine: object) -> list[torch.Tensor]:
 
 
 def full_state(engine: object) -> dict[str, torch.Tensor]:
-    """The trainer's weights under the names of a checkpoint, gathered from its own state dict; collective.
-
-    Not from verl's weight stream: for FSDP1 that moves the model to a numbered device first, which a CPU is not.
-    Names are transformers' own, Megatron's tensors the bridge's own export.
-    """
+    """Gathers weights under a checkpoint's names from the state dict: verl's stream would move FSDP1's to a GPU."""
     if isinstance(engine.module, list):  # type: ignore[attr-defined]
         from megatron_cpu import engines
 
@@ -104,8 +91,7 @@ def full_state(engine: object) -> dict[str, torch.Tensor]:
 
 
 def save(tensors: Mapping[str, torch.Tensor], model_path: str, target: Path) -> Path:
-    """Writes a checkpoint like that of a model, with these weights in bfloat16; a router's bias is kept, travels and is
-    used in float32, as in published checkpoints."""
+    """Writes a checkpoint like a model's, in bfloat16 but for a router's bias, as published ones are."""
     target.mkdir()
     for file in Path(model_path).iterdir():
         if ".safetensors" not in file.name:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Holds the fixtures of tests whose processes no other module's tests can share, and checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import cache
 

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model families as tiny configurations, for the table in ``docs/families.md``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 # The vocabulary is no multiple of SGLang's padding
 DENSE: dict[str, Any] = {
@@ -70,7 +68,7 @@ class Family:
     attention: str = "torch_native"  # a backend that SGLang accepts for it; nothing is computed with it here
     padded: bool = True  # as SGLang does experts on a CPU; else they are loaded as on a GPU, where that code is wrong
 
-    def tied(self, tied: bool) -> Family:
+    def tied(self, tied: bool) -> Self:
         """The same with embedding and head tied, or not."""
         config = {**self.config, "tie_word_embeddings": tied}
         if "text_config" in config:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny HF models, with LoRA or without, sharded by FSDP and FSDP2 the way verl does, and the sources over them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -11,16 +9,9 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FullStateDictConfig,
-    FullyShardedDataParallel,
-    OffloadPolicy,
-    ShardingStrategy,
-    StateDictType,
-    fully_shard,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -110,7 +101,7 @@ def shard(model: torch.nn.Module, layout: Layout) -> torch.nn.Module:
     inner: Any = model.base_model.model if isinstance(model, PeftModel) else model
     layers = inner.model.layers if hasattr(inner, "model") else []
     if not layout.strategy:
-        policy = CPUOffloadPolicy(pin_memory=False) if layout.offloaded else OffloadPolicy()
+        policy = fsdp.CPUOffloadPolicy(pin_memory=False) if layout.offloaded else fsdp.OffloadPolicy()
         for adapted_layer in [each for each in model.modules() if layout.units and isinstance(each, LoraLayer)]:
             fully_shard(adapted_layer, mesh=mesh)  # type: ignore[arg-type]
         for layer in layers:
@@ -119,7 +110,7 @@ def shard(model: torch.nn.Module, layout: Layout) -> torch.nn.Module:
     return FullyShardedDataParallel(
         model,
         auto_wrap_policy=get_fsdp_wrap_policy(model, None, is_lora=isinstance(model, PeftModel)) if layers else None,
-        sharding_strategy=ShardingStrategy[layout.strategy],
+        sharding_strategy=fsdp.ShardingStrategy[layout.strategy],
         device_mesh=mesh,
         device_id=CPU,
         use_orig_params=layout.use_orig_params,
@@ -162,8 +153,8 @@ def open_source(module: torch.nn.Module, *kept: str, merge: bool = True, **setti
 def torchs_own_state(module: torch.nn.Module) -> State:
     """The whole model as PyTorch gathers it."""
     if isinstance(module, FullyShardedDataParallel):
-        config = FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
-        with FullyShardedDataParallel.state_dict_type(module, StateDictType.FULL_STATE_DICT, config):
+        config = fsdp.FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
+        with FullyShardedDataParallel.state_dict_type(module, fsdp.StateDictType.FULL_STATE_DICT, config):
             state = module.state_dict()
     else:
         state = module.state_dict()

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks requests in a real SGLang engine while our server actor's calls sync its weights: those in flight by the mode,
-paused by a driver or by the load itself, and those that come over SGLang's HTTP endpoints."""
-
-from __future__ import annotations
+"""Checks requests in a real SGLang engine while our server's calls sync its weights: from verl and over HTTP."""
 
 import asyncio
 import time
@@ -79,8 +76,7 @@ def engine(models: Models) -> Iterator[BareEngine]:
 
 
 def serving(engine: BareEngine, model: str, pause: str, separate: bool = True) -> Any:
-    """Our server actor of a rollout on the engine, before its first sync, whose loads bring whole tensors;
-    ``CUDA_VISIBLE_DEVICES`` must be there."""
+    """Makes our server actor on the engine, before its first sync; its loads bring whole tensors."""
     from verl.workers.config import CheckpointEngineConfig, HFModelConfig, RolloutConfig
     from verl.workers.rollout.replica import RolloutMode
 
@@ -114,8 +110,7 @@ Play = Callable[..., None]
 
 @pytest.fixture
 def play(engine: BareEngine, models: Models, monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
-    """Runs a story in the engine's loop, on a server of a mode; of a separate rollout from version 1 on, for which
-    requests have waited. A load asks for a version of the model instead of a bucket."""
+    """Runs a story in the engine's loop, on a server of a mode; loads name versions, a separate one has the first."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     packed = "verl_sync_plugin.rollouts.sglang.updates.pack_request"
     monkeypatch.setattr(packed, lambda request: models.packed(request[0]))
@@ -145,8 +140,7 @@ def sampled(tokens: int) -> dict[str, Any]:
 
 
 class Run:
-    """Sends requests to one server, as verl does and as SGLang's HTTP endpoint does, and calls it around a sync as verl
-    does; ``client`` is one of its HTTP server."""
+    """Sends requests to one server, as verl and SGLang's HTTP endpoint do, and calls it around a sync as verl does."""
 
     def __init__(self, server: Any, client: httpx.AsyncClient) -> None:
         self.server, self.client, self.paced = server, client, 0
@@ -260,9 +254,7 @@ EVERY = pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
 
 
 @EVERY
-def test_requests_go_on_with_new_weights_or_come_back_with_what_they_have(
-    pause: str, play: Play, models: Models
-) -> None:
+def test_requests_go_on_with_new_weights_or_come_back_as_they_are(pause: str, play: Play, models: Models) -> None:
     """When a driver pauses the engine."""
 
     async def story(run: Run) -> None:
@@ -288,11 +280,8 @@ def test_requests_go_on_with_new_weights_or_come_back_with_what_they_have(
 
 
 @EVERY
-def test_a_load_pauses_the_engine_by_itself_and_requests_wait_after_one_that_fails(
-    pause: str, play: Play, engine: BareEngine, models: Models, tmp_path: Path
-) -> None:
-    """While a group stands, no driver pauses the engine. Nothing is generated in the middle of a load, nor after one
-    that failed until one succeeds."""
+def test_a_load_pauses_by_itself(pause: str, play: Play, engine: BareEngine, models: Models, tmp_path: Path) -> None:
+    """Covers a group that stands, in which no driver pauses; nothing is generated after a load that failed, either."""
 
     async def story(run: Run) -> None:
         await engine.ask_loader(STALL, str(tmp_path))
@@ -334,9 +323,7 @@ def check(models: Models, answer: httpx.Response, version: int) -> None:
     assert chosen == {version: True, 3 - version: False}
 
 
-def test_while_the_engine_sleeps_and_is_synced_they_wait_and_are_refused_after_a_failure(
-    play: Play, models: Models
-) -> None:
+def test_they_wait_while_the_engine_sleeps_and_are_refused_after_a_failure(play: Play, models: Models) -> None:
     """The weights that a colocated engine was launched with are made up, so they wait for the first sync, too."""
 
     async def story(run: Run) -> None:

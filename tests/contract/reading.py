@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole syncs as an engine rank sees them: through mappings of its own of the trainer ranks' slots."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -24,8 +22,7 @@ State = dict[str, torch.Tensor]
 
 
 class Reader:
-    """Syncs a source as the manager does, and reads it as the engine rank next to this trainer rank. All calls are
-    collective."""
+    """Syncs a source as the manager does, and reads it as the next engine rank does; all calls are collective."""
 
     def __init__(self, source: Any) -> None:
         self.source = source
@@ -97,9 +94,8 @@ def check_syncs(
     same: Callable[[State, State], None] | None = None,
     rounds: int = 2,
 ) -> Reader:
-    """Checks that what arrives in every way is what ``expected`` gives, ``rounds`` times, with a ``change`` of the
-    trainer after each sync. Plans stay alike, and no sync writes to a parameter of the trainer's ``modules``.
-    ``source`` may be a reader; ``same`` compares what arrived with what must."""
+    """Checks ``rounds`` syncs in every way, with a ``change`` of the trainer after each. What comes is ``expected``, as
+    ``same`` compares it. Plans stay alike, and no parameter of ``modules`` is written."""
     reader, digests = source if isinstance(source, Reader) else Reader(source), list[str]()
     for bucket_bytes, sharded in WAYS * rounds:
         wanted = expected()
@@ -124,8 +120,6 @@ def check_same(got: State, expected: State) -> None:
     different = [n for n, t in expected.items() if got[n].shape != t.shape or not torch.equal(got[n], t)]
     assert not different, different
 
-
-# In fp8: whole checkpoints by the formula of verl's kernel, and what a trainer's ranks make of their shards
 
 Blocks = Mapping[str, tuple[int, int]]
 

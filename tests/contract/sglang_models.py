@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's own model classes, tiny, on the CPU, in a test process that plays one tensor-parallel rank."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path
@@ -70,8 +68,7 @@ def start(folder: Path, kind: str, tp: int | None = None, **arguments: Any) -> A
 
 
 def start_from(home: Path, attention: str = "torch_native", tp: int | None = None, **arguments: Any) -> Any:
-    """As ``start``, for the model whose ``config.json`` lies in ``home``; with engines of ``tp`` ranks, if given, and
-    more of SGLang's arguments."""
+    """Starts the model whose ``config.json`` lies in ``home``, with engines of ``tp`` ranks and more arguments."""
     from sglang.srt import distributed
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import parallel_state
@@ -135,13 +132,10 @@ def poison(model: torch.nn.Module) -> None:
 
 def plain(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What the modules hold that is neither parameter nor buffer, nor a view of one."""
-    known = {storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    every = ((f"{path}.{key}", value) for path, each in model.named_modules() for key, value in vars(each).items())
-    return {name: each for name, each in every if isinstance(each, torch.Tensor) and storage_of(each) not in known}
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    every = {f"{path}.{key}": each for path, module in model.named_modules() for key, each in vars(module).items()}
+    tensors = {name: each for name, each in every.items() if isinstance(each, torch.Tensor)}
+    return {name: each for name, each in tensors.items() if each.untyped_storage()._cdata not in known}
 
 
 def held(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the sources and managers of trainers, and gives them servers without an engine; sources of which only the
-group counts."""
-
-from __future__ import annotations
+"""Opens the sources and managers of trainers, and gives them servers without an engine."""
 
 import pickle
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -99,6 +97,13 @@ def same_everywhere(text: str) -> str:
     dist.all_gather_object(texts, text)
     assert len(set(texts)) == 1, texts
     return text
+
+
+def raised_alike(kind: Any, call: Callable[..., object], *given: Any, **more: Any) -> str:
+    """Returns the text of an error that all ranks have to raise alike."""
+    with pytest.raises(kind) as caught:
+        call(*given, **more)
+    return same_everywhere(str(caught.value))
 
 
 def reads_unseen() -> Any:

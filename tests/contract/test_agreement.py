@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """All ranks come to the same end, also where the engine resumes while the trainer packs, or is silent."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import io
@@ -18,7 +16,7 @@ import torch
 import torch.distributed as dist
 from worlds import on_ranks
 
-from contract.sources import WorldSource, everyone, in_a_file, same_everywhere
+from contract.sources import WorldSource, everyone, in_a_file, raised_alike, same_everywhere
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.planner import plan_buckets
@@ -98,9 +96,6 @@ def test_a_cancelled_rank_is_cancelled_and_the_others_hear_of_it() -> None:
     assert settled(agreement, "later") == "", "something is left of it for the next stage"
 
 
-# The engine
-
-
 class Engine(RolloutEndpoint):
     """Rank 0 leads. ``asked`` has all that the engine was asked for, and what came of it."""
 
@@ -176,15 +171,11 @@ def test_a_silent_engine_hears_of_a_failure_once_and_is_waited_for_once(where: s
     manager.trainer, manager._base_sent = serves, where == "adapter"
     manager.open_source = unreadable  # type: ignore[method-assign]
     started = time.monotonic()
-    with pytest.raises(SyncError) as caught:
-        asyncio.run(manager.finish(["kv_cache"]) if where == "finish" else manager.update_weights([], 1))
+    call = manager.finish(["kv_cache"]) if where == "finish" else manager.update_weights([], 1)
+    text = raised_alike(SyncError, asyncio.run, call)
     assert time.monotonic() - started < (2.5 if where == "finish" else 1.5) * WAIT
-    text = same_everywhere(str(caught.value))
     assert gc.isenabled() and (where != "plan" or "no source; garbage is collected: False" in text), text
     assert engine.asked == ([*asked, f"abandon_sync: {text}"] if engine.leader else [])
-
-
-# All ranks or none read parameters where they lie; which bytes cross hosts: ``test_several_hosts``
 
 
 @pytest.mark.parametrize(
@@ -201,8 +192,7 @@ def test_a_silent_engine_hears_of_a_failure_once_and_is_waited_for_once(where: s
 def test_all_ranks_or_none(
     choice: str, able: tuple[bool, bool], answers: tuple[str, str], sharded: bool, found: list[bool], tmp_path: Path
 ) -> None:
-    """``found`` is True for each of two syncs in place, before and after the engine ranks have said what speaks against
-    it; and for one after memory was out of reach."""
+    """Tries two syncs in place, before and after the engine ranks answer, and one after memory was out of reach."""
     agreement, rank = Agreement(20.0), dist.get_rank()
     ways = Ways(SyncConfig(delivery=choice), agreement, BucketSender(CPU, 20.0))
     run = in_a_file(torch.ones(64), tmp_path) if able[rank] else torch.ones(64)

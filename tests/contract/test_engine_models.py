@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads on SGLang's own model classes, on tensor-parallel ranks: what a copy would get wrong is left to the model, a
-flipped bit is found wherever it is, and nothing that the trainer sends is left out. That what is loaded is exact in
-every family: ``test_families``."""
-
-from __future__ import annotations
+"""Loads on SGLang's own model classes: no copy is wrong, no flipped bit is unseen, and nothing sent is left out."""
 
 import copy
 import random
@@ -19,7 +15,7 @@ from worlds import on_ranks
 
 from contract import sglang_models as models
 from contract.sglang_models import weights_of
-from contract.sources import same_everywhere
+from contract.sources import raised_alike
 from contract.wire import Wire
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.verify import DERIVED
@@ -43,9 +39,7 @@ def every_flipped_bit_is_found(kind: str, config: Any) -> None:
             bit, rank = 1 << generator.randrange(8), generator.randrange(dist.get_world_size())
             flipped = bit if dist.get_rank() == rank else 0
             flat[at] ^= flipped
-            with pytest.raises(SyncError) as caught:
-                wire.compare()
-            text = same_everywhere(str(caught.value))
+            text = raised_alike(SyncError, wire.compare)
             assert HELD in text or "hold what no load puts there" in text, text
             flat[at] ^= flipped
             found += 1
@@ -176,8 +170,6 @@ def a_wrong_recording_is_found(config: Any) -> None:
     assert wire.left == wire.comparison.left_out == dict.fromkeys(swapped, elsewhere)
 
 
-# Nothing is left out: with a recording of the load, where it cannot be recorded, and of what is loaded alone
-
 GATE, UP = (f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up"))
 UNKNOWN = r"leaves out 1 of the 28 .*experts\.0\.w9\.weight"
 
@@ -203,9 +195,8 @@ def what_is_written_only_in_part_is_an_error(config: Any) -> None:
     some = [each for each in weights_of(MOE, 1) if "layers.1.mlp.experts.2." not in each[0]]
     wire = Wire(models.build(config))
     for _ in range(2):
-        with pytest.raises(SyncError, match="unwritten, or writes them only in part") as caught:
-            wire.sync(some)
-        assert "model.layers.1.mlp.experts.w2_weight" in same_everywhere(str(caught.value))
+        text = raised_alike(SyncError, wire.sync, some)
+        assert "unwritten, or writes them only in part" in text and "model.layers.1.mlp.experts.w2_weight" in text
 
 
 def half_of_a_tensor_is_an_error(config: Any) -> None:
@@ -242,15 +233,12 @@ def a_rank_without_room_for_marks_fails_the_proof_of_all(config: Any) -> None:
 
     model = models.build(config)
     model.model.norm.weight.weight_loader = crowded
-    with pytest.raises(SyncError) as caught:
-        Wire(model, verify="always").sync(weights)
     said = "not every engine rank could find out what it holds (no device memory for a load of marks"
-    assert said in same_everywhere(str(caught.value))
+    assert said in raised_alike(SyncError, Wire(model, verify="always").sync, weights)
 
 
 def leftovers_that_are_not_loaded_alone_are_an_error(config: Any) -> None:
-    """A sync would give the model only what is not copied; this one writes a fused pair only when both halves come in
-    one call, as DeepSeek's does."""
+    """Covers a model that writes a fused pair only when both halves come in one call, as DeepSeek's does."""
     model, reference = models.build(config), models.build(config)
     honest = model.load_weights
 
@@ -299,8 +287,6 @@ def test_what_loads_do_otherwise_is_found(tmp_path: Path) -> None:
         story(config)
     an_untied_head_that_takes_the_embeddings_place_is_an_error(models.start(tmp_path, "qwen2-tied"))
 
-
-# Experts that SGLang keeps in several places, or in another order than a checkpoint has them
 
 MOE = "qwen3-moe"
 # The expert of each place, half of them on either rank, where one holds an expert twice; before and after a rebalancing

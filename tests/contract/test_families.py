@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table in ``docs/families.md``: what a sync does for every family that transformers and SGLang build on a CPU."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -100,8 +98,7 @@ def _rewrite(folder: Path, change: Any) -> None:
 
 @torch.no_grad()
 def train(model: PreTrainedModel, sharded: torch.nn.Module, seed: int) -> None:
-    """Gives every parameter and persistent buffer of both models the same new values, which need fp32 as trained ones
-    do."""
+    """Gives all parameters and persistent buffers of both models the same new values, which need fp32."""
     generator = torch.Generator().manual_seed(seed)
     twins = sharded.state_dict(keep_vars=True)
     for name, whole in model.state_dict(keep_vars=True).items():
@@ -171,9 +168,7 @@ def outcome(
     family: Family, folder: Path, more_layers: int = 0, arguments: dict[str, Any] | None = None,
     change: Callable[[WirePolicy, State], Named] = lambda policy, saved: iter(saved.items()),
 ) -> str:  # fmt: skip
-    """One cell of the table. Collective. The engine has ``more_layers`` than the trainer, and is launched with more
-    ``arguments``; ``change`` makes of a saved checkpoint what SGLang loads to be compared with, by what the trainer
-    knows by then."""
+    """Returns one cell of the table; collective. ``change`` makes of a saved checkpoint what SGLang is to load."""
     rank = dist.get_rank()
     if rank == 0:
         publish(family, folder / "published")
@@ -252,8 +247,7 @@ def in_turn(folder: Path, cells: Mapping[str, Callable[[Path], str]]) -> dict[st
 
 
 def outcomes(folder: Path, names: tuple[str, ...], kinds: tuple[str, ...] = ("",)) -> dict[str, str]:
-    """Some families in turn, one trainer rank next to one tensor-parallel rank; of some kinds: tied or untied, and with
-    one layer more or less in the engine."""
+    """Plays some families in turn, of some kinds: tied or untied, or with one layer more or less in the engine."""
     cells: dict[str, Callable[[Path], str]] = {}
     for name, kind in itertools.product(names, kinds):
         family, more = FAMILIES[name], 0 if kind.endswith("tied") else int(kind or 0)

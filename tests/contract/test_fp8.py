@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fp8 rollouts: what a sync leaves in SGLang's fp8 modules is what SGLang's own load makes of the whole checkpoint,
-quantized by verl's formula. Blocks are small, for the models are tiny."""
-
-from __future__ import annotations
+"""Compares what a sync leaves in SGLang's fp8 modules with its own load of a checkpoint by verl's formula."""
 
 import json
 import sys
@@ -23,7 +20,7 @@ from contract.fsdp_models import KEEP, LAYOUTS, Layout, build, change, fsdp1, ma
 from contract.reading import LARGE, WAYS, State, check_quantized, in_fp8, projections, sync
 from contract.sglang_models import build as build_engine
 from contract.sglang_models import start, weights_of
-from contract.sources import StandIn, Wanted, same_everywhere
+from contract.sources import StandIn, Wanted, raised_alike
 from contract.test_families import Named, found_by, in_turn, outcome, table, written
 from contract.test_lora_syncs import LINEAR, WEIGHT, out_of_memory
 from contract.wire import Wire
@@ -67,9 +64,7 @@ def test_a_broken_weight_is_named_and_a_rank_that_fails_leaves_nobody_alone() ->
         shards = begun.source._found
         place = next(at for at, each in enumerate(shards) if each.base.views[0].name == WEIGHT)
         shards[place] = replace(shards[place], local=out_of_memory)
-    with pytest.raises(SyncError) as caught:
-        way.fill(begun)
-    text = same_everywhere(str(caught.value))
+    text = raised_alike(SyncError, way.fill, begun)
     assert "rank 1: torch.OutOfMemoryError: injected" in text and text.count("rank ") == 1, text
     manager.sender.close()
     check_quantized(manager, expected, blocks, LARGE, False)

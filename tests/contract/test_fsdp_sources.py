@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """FSDP and FSDP2 sources: what arrives at the engine is, bit for bit, what the model's own state dict holds."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

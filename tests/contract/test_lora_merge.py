@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA merged while streaming equals PEFT's own fp32 merge, of the adapter in use, and the trainer's base and adapters
-are never written; where it starts; what is refused."""
-
-from __future__ import annotations
+"""Compares LoRA merged while streaming with PEFT's own fp32 merge; the trainer's weights are never written."""
 
 import copy
 import re
@@ -80,8 +77,7 @@ def peft_merge(reference: PeftModel, state: State, merge: bool = True) -> State:
 
 
 def within_one_ulp(got: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Where weight and delta cancel, the rounding of the fp32 product shows; it depends on how many rows are
-    multiplied."""
+    """Allows the rounding of the fp32 product, which shows where weight and delta cancel."""
     ulp = torch.nextafter(expected.abs(), torch.tensor(torch.inf, dtype=expected.dtype)) - expected.abs()
     return got.dtype == expected.dtype and bool(((got - expected).abs() <= ulp.clamp(min=4e-6)).all())
 
@@ -94,9 +90,7 @@ def check_merged(got: State, expected: State) -> None:
 
 
 def cases() -> Iterator[Any]:
-    """Every variant under every kind of sharding that takes it; ``make test`` runs FSDP2 and one kind of FSDP1 of each,
-    and some replicated. Not every product: neighbours in the list take turns, one is cut by three under FSDP2, the next
-    under FSDP1."""
+    """Yields every variant under every sharding that takes it; neighbours in the list take turns."""
     for number, variant in enumerate(VARIANTS):
         some = variant.name in ("dora", "experts", "tied-both")
         yield pytest.param(Layout((2, 2)), variant, marks=() if some else pytest.mark.extended)
@@ -156,8 +150,7 @@ def test_one_copy_for_embedding_and_head_travels_once() -> None:
 
 @on_ranks(1)
 def test_a_loaded_adapter_brings_its_own_settings(qwen2: str, tmp_path: Path) -> None:
-    """verl's ``lora_adapter_path``: rsLoRA, DoRA, patterns and a saved module. By verl's own engine, with the plugin's
-    step that adds the adapter."""
+    """Covers verl's ``lora_adapter_path``: rsLoRA, DoRA, patterns and a saved module, by verl's own engine."""
     settings = {"use_dora": True, "use_rslora": True, "rank_pattern": {"q_proj": 2}, "modules_to_save": ["lm_head"]}
     config = LoraConfig(r=3, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **settings)
     saved = get_peft_model(base_of(qwen2), config)
@@ -181,7 +174,6 @@ def base_of(checkpoint: str) -> Any:
 
 
 # Adapters that PEFT computes from the weights start alike on any number of ranks, in verl's own engines
-
 PEFT: list[dict[str, Any]] = [
     {"init_lora_weights": "pissa"},
     {"init_lora_weights": "olora"},
@@ -218,7 +210,6 @@ def test_two_ranks_start_as_one(strategy: str, qwen2: str, tmp_path: Path) -> No
 
 
 # What cannot be merged, and all of PEFT that is no LoRA layer, is refused by module and type before anything is sent
-
 SETTINGS: dict[str, dict[str, Any]] = {
     "IA3": {"target_modules": TARGETS, "feedforward_modules": ["down_proj"]},
     "LN_TUNING": {"target_modules": ["input_layernorm"]},
@@ -305,9 +296,6 @@ MODULE, BOTH = r"LoRA module 'base_model.*", ["default", "second"]
 )
 def test_what_cannot_be_merged_is_refused_by_name(made: Callable[[], Any], text: str) -> None:
     assert re.search(text, refusal(made()))
-
-
-# What only the sharded model shows
 
 
 def error_of(source: Any) -> str:

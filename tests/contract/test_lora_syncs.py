@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA over many syncs, merged and served: what is gathered ahead is bounded, nothing of the trainer is held, a rank
-that fails or stays away leaves nobody alone in a collective, and an engine that serves the adapter gets PEFT's own."""
-
-from __future__ import annotations
+"""Covers LoRA over many syncs, merged and served: what is held, and ranks that fail or stay away."""
 
 import asyncio
 import gc
@@ -22,7 +19,7 @@ from worlds import on_ranks
 from contract import fsdp_models
 from contract.fsdp_models import Layout, Variant, fsdp1, manager_of, merging_source, peft_model, shard
 from contract.reading import LARGE, Reader, sync
-from contract.sources import BUCKET_BYTES, StandIn, same_everywhere
+from contract.sources import BUCKET_BYTES, StandIn, raised_alike
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.sync.manager import ShardingManager
 
@@ -108,10 +105,8 @@ def test_nobody_is_left_alone_in_a_collective(layout: Layout, where: str) -> Non
     source, last = manager.open_source(), dist.get_rank() == dist.get_world_size() - 1
     manager.source, honest = source, sync(source, BUCKET_BYTES)
     started = time.monotonic()
-    with pytest.raises(SyncError) as caught:
-        first_buckets(manager, where if last else "")
+    text = raised_alike(SyncError, first_buckets, manager, where if last else "")
     assert time.monotonic() - started < SOON
-    text = same_everywhere(str(caught.value))
     assert f"rank {layout.size - 1}: torch.OutOfMemoryError: injected" in text, text
     assert text.count("rank ") == 1 and "failed at 'packing the first buckets'" in text, text
     source.release()
@@ -123,8 +118,7 @@ def test_nobody_is_left_alone_in_a_collective(layout: Layout, where: str) -> Non
 
 
 def all_are_here(where: str) -> None:
-    """One rank may be seconds slower than the other up to here, which is not what is tested. By the store: what goes
-    over the group may be lost with it, when the other rank's wait ends."""
+    """Waits for all ranks by the store: what goes over the group may be lost when another rank's wait ends."""
     store = distributed_c10d._get_default_store()
     store.set(f"{where} {dist.get_rank()}", "")
     store.wait([f"{where} {rank}" for rank in range(dist.get_world_size())])
@@ -149,8 +143,6 @@ def test_an_absent_rank_is_waited_for_no_longer_than_the_bound(collectives: int)
         time.sleep(SECONDS + 2)
 
 
-# What the leader hands to an engine that serves the adapter is PEFT's own; failures are everyone's, and pass
-
 # The second adapter is not served, and does not travel
 TWO = Variant("all-linear", config=LINEAR.config, second={"target_modules": ["q_proj"]})
 
@@ -163,9 +155,7 @@ def serving(module: torch.nn.Module, server: StandIn, wire: str = "bfloat16") ->
 
 
 def failing(manager: ShardingManager) -> str:
-    with pytest.raises(SyncError) as caught:
-        asyncio.run(manager.update_weights([], 0))
-    return same_everywhere(str(caught.value))
+    return raised_alike(SyncError, asyncio.run, manager.update_weights([], 0))
 
 
 @pytest.mark.parametrize("layout", [Layout((1,)), Layout((3,)), fsdp1(2, True)], ids=str)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron sources through verl's default bridge: what arrives is the checkpoint, and after training the bridge's own
-export. verl's engines, megatron-core and Megatron-Bridge over gloo are real, and so is staging memory."""
-
-from __future__ import annotations
+"""Covers Megatron sources through verl's default bridge; verl's engines, megatron-core and staging memory are real."""
 
 import copy
 import itertools
@@ -23,7 +20,7 @@ from torch.distributed import distributed_c10d
 from worlds import on_ranks
 
 from contract.reading import LARGE, TINY, Reader, State, check_quantized, check_same, check_syncs, projections
-from contract.sources import StandIn, manager_of, open_source, same_everywhere
+from contract.sources import StandIn, manager_of, open_source, raised_alike
 from megatron_cpu.engines import Layout, build, stock_export, train_step, unwrapped
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.trainers.base import take_over
@@ -54,10 +51,9 @@ def check_exports(engine: Any, kind: str = "MegatronSource", same: Compare = che
 def error_of(work: Callable[[], object], seconds: float = 10.0) -> str:
     """The text of a sync that must fail, soon and alike on every rank."""
     started = time.monotonic()
-    with pytest.raises((SyncError, ValueError)) as caught:
-        work()
+    text = raised_alike((SyncError, ValueError), work)
     assert time.monotonic() - started < seconds, "a rank waited for one that had failed"
-    return same_everywhere(str(caught.value))
+    return text
 
 
 def on_disk(folder: str) -> State:
@@ -69,8 +65,7 @@ def is_router_bias(name: str) -> bool:
 
 
 def on_the_wire(state: State, wire: torch.dtype) -> State:
-    """Returns what must arrive as long as no engine has said in which dtypes it keeps them: no tensor is wider than in
-    the trainer, and the router's bias, a buffer, stays as it is."""
+    """Returns what arrives before engines name dtypes: nothing wider than in the trainer, and router biases as is."""
     return {
         name: tensor.to(wire) if wire.itemsize < tensor.itemsize and not is_router_bias(name) else tensor
         for name, tensor in state.items()
@@ -173,9 +168,6 @@ def test_what_cannot_be_synced_is_refused_by_name(checkpoint: str, layout: Layou
     check_same(reader_of(engine).sync(), on_disk(checkpoint))
 
 
-# Where a model goes through Megatron-Bridge's own stream
-
-
 def converting(mapping: str, change: Callable[[Callable[[], State]], State]) -> Any:
     """A bridge in which a kind of mapping converts otherwise."""
     from megatron.bridge.models.conversion import param_mapping
@@ -220,11 +212,8 @@ def failing_at(number: int) -> Any:
 
 @pytest.mark.parametrize("layout", [Layout(2, tp=2), Layout(2, pp=2)], ids=str)
 @on_ranks("layout", timeout=180)
-def test_a_rank_that_fails_inside_the_stream_is_everybodys_error_and_recovered_from(
-    checkpoint: str, layout: Layout
-) -> None:
-    """In the second sync, early, with torn tensors and with one bucket; and in a first sync, at the last of the
-    conversions in which it can, when others may have come to the end of what is learnt."""
+def test_a_rank_that_fails_inside_the_stream_is_everybodys_error_and_passes(checkpoint: str, layout: Layout) -> None:
+    """Fails early, with torn tensors and one bucket, and in a first sync at the last conversion in which it can."""
     engine = build(checkpoint, layout)
     take_over(True)
     last = 2 * engine.model_config.hf_config.num_hidden_layers  # two row-parallel weights in each layer
@@ -267,9 +256,6 @@ def test_parts_are_quantized_as_the_whole_tensor_is(checkpoint: str, layout: Lay
             train_step(engine)
 
 
-# Tensors change places between syncs
-
-
 def _copied(module: torch.nn.Module) -> torch.nn.Module:
     """The same model in other memory with other weights; process groups and configurations are shared."""
     values = [value for part in module.modules() for value in vars(part).values()]
@@ -283,8 +269,7 @@ def _copied(module: torch.nn.Module) -> torch.nn.Module:
 
 @on_ranks(2)
 def test_tensors_and_modules_that_are_replaced_are_found(checkpoint: str, layout: Layout) -> None:
-    """Tensors get other memory, and are replaced with the module around them, one and all; as long as nothing of that
-    happens, the model is not walked again."""
+    """Moves tensors, and replaces modules, one and all; otherwise the model is not walked again."""
     engine = build(checkpoint, layout)
     reader = reader_of(engine)
     synced(engine, reader)
@@ -310,7 +295,6 @@ def test_tensors_and_modules_that_are_replaced_are_found(checkpoint: str, layout
 
 # Megatron's own layers under the names of TransformerEngine's: classes, and norms fused into the linear layer after
 # them. What these layers compute is not there; what a bridge reads of them is
-
 # Of a layer: where a norm lies in Megatron's own layers, and the linear layer that TransformerEngine fuses it into
 FUSED = {
     "input_layernorm": "self_attention.linear_qkv",

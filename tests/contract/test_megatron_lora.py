@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA adapters of Megatron-Bridge: merged on local parts, with the values of the bridge's own merge; or served."""
 
-from __future__ import annotations
-
 import asyncio
 import zlib
 from typing import Any
@@ -52,10 +50,8 @@ LATENT = ["linear_q_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_p
 
 
 def unmerged(engine: Any) -> State:
-    exported = engine.bridge.export_hf_weights(
-        engine.module, cpu=True, show_progress=False, merge_adapter_weights=False
-    )
-    return {name.replace(".base_layer", ""): tensor.clone() for name, tensor in exported}
+    found = engine.bridge.export_hf_weights(engine.module, cpu=True, show_progress=False, merge_adapter_weights=False)
+    return {name.replace(".base_layer", ""): tensor.clone() for name, tensor in found}
 
 
 def check_close(got: State, expected: State) -> None:
@@ -87,9 +83,7 @@ OWN, MORE = {"share_expert_adapters": False}, pytest.mark.extended
     ids=str,
 )
 @on_ranks("layout", timeout=180)
-def test_merged_weights_are_those_of_the_bridge(
-    checkpoint: str, kind: str, layout: Layout, lora: dict[str, Any]
-) -> None:
+def test_merged_weights_are_the_bridges(checkpoint: str, kind: str, layout: Layout, lora: dict[str, Any]) -> None:
     engine = with_factors(checkpoint, layout, **lora)
     before, base = stock_export(engine), unmerged(engine)
     changed = [name for name, tensor in before.items() if not torch.equal(base[name], tensor)]
@@ -136,9 +130,7 @@ def merged_by_peft(model_path: str, settings: dict[str, Any], factors: State) ->
     return {name: tensor.bfloat16() for name, tensor in plain.state_dict().items()}
 
 
-@pytest.mark.parametrize(
-    "layout", [Layout(2, tp=2), pytest.param(Layout(2, pp=2), marks=pytest.mark.extended)], ids=str
-)
+@pytest.mark.parametrize("layout", [Layout(2, tp=2), pytest.param(Layout(2, pp=2), marks=MORE)], ids=str)
 @on_ranks("layout", timeout=180)
 def test_served_adapters_make_what_the_bridge_merges(checkpoint: str, layout: Layout) -> None:
     """Three adapters in a row, merged into the checkpoint by PEFT."""

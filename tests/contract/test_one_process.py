@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole phase of one trainer rank and one engine rank in one process: syncs, faults, sleeps and wakes in any order,
-staging memory, mappings, and engines that rearrange what they have loaded. All is the product's own but for Ray and
-SGLang: what its tokenizer manager has a scheduler do is done in a thread, and its memory is only noted."""
-
-from __future__ import annotations
+"""Plays the whole phase of one trainer rank and one engine rank in one process. All is the product's own but Ray and
+SGLang: a load runs in a thread, and released memory is only noted."""
 
 import asyncio
 import gc
@@ -146,8 +143,7 @@ class Actor:
 
 
 class OneProcess:
-    """Trainer and engine; one per process at a time. ``checkpoint``: any model; ``folder``: for the trainer's memory;
-    ``keys``: of ``custom.sync``."""
+    """Makes trainer and engine, one pair per process at a time; ``keys`` are of ``custom.sync``."""
 
     def __init__(self, checkpoint: str, folder: Path, **keys: Any) -> None:
         os.environ.update(RANK="0", RAY_LOCAL_WORLD_SIZE="1", CUDA_VISIBLE_DEVICES="")
@@ -280,9 +276,6 @@ def test_the_engine_serves_what_the_model_says(qwen2: str, tmp_path: Path) -> No
         phase.real.close()
 
 
-# Staging memory stays between syncs where there is room for it next to what the engine resumes, and else goes
-
-
 @pytest.mark.parametrize(
     ("short", "failing", "stays"),
     [
@@ -292,12 +285,9 @@ def test_the_engine_serves_what_the_model_says(qwen2: str, tmp_path: Path) -> No
     ],
 )
 @on_ranks(1, timeout=180)
-def test_the_next_sync_does_as_the_room_was(
-    short: list[bool], failing: int, stays: list[bool], qwen2: str, tmp_path: Path
-) -> None:
-    """``short``: of each sync, whether the trainer has to hand its cache back before the KV cache is resumed;
-    ``failing``: the number of a sync whose commit fails in the engine; ``stays``: of each sync, whether the trainer has
-    staging memory after it, the engine maps it, and room for it is not made before the next."""
+def test_staging_memory_stays(short: list[bool], failing: int, stays: list[bool], qwen2: str, tmp_path: Path) -> None:
+    """Plays syncs before which the trainer hands its cache back if room is ``short``; the ``failing`` commit fails.
+    Where staging memory ``stays``, both sides have it after that sync, and make no room for it before the next."""
     place, found = OneProcess(qwen2, tmp_path, delivery="staged"), []
     place.manager.keeps_staging = False  # as a manager of an engine that sleeps begins
     for number, tight in enumerate(short, 1):
@@ -377,11 +367,8 @@ READ, HELD = "changed on the way to the engine", "do not hold what was sent of"
     ],
 )
 @on_ranks(1)
-def test_a_bit_that_flips_is_found(
-    where: str, hashed: bool, verify: str, expected: str, qwen2: str, tmp_path: Path
-) -> None:
-    """In a slot once it is packed; or, in a sync in place, in the trainer's memory between its hash and the engine's
-    read, or in the engine's parameter after the copy. The hash of what is read or the comparison alone finds it."""
+def test_a_flip_is_found(where: str, hashed: bool, verify: str, expected: str, qwen2: str, tmp_path: Path) -> None:
+    """Flips a bit in a packed slot, in the trainer's memory before the engine reads it, or in the engine's own."""
     delivery, key = ("staged", "staged") if where == "staging" else ("direct", "auto")
     place = OneProcess(qwen2, tmp_path, verify=verify, delivery=key)
     for _ in range(2):
@@ -413,8 +400,6 @@ def test_a_bit_that_flips_is_found(
     assert place.manager.report.delivery == delivery
 
 
-# An engine that rearranges weights once they are loaded from a checkpoint is refused by name, not served wrongly
-
 # Stand-ins for what SGLang's quantization method of a module does after a load of a checkpoint
 METHODS: dict[str, Callable[[Any], object]] = {
     "the same bytes where they were, as many do": lambda layer: setattr(layer.c, "data", layer.c.data.view(30, 30)),
@@ -428,9 +413,7 @@ METHODS: dict[str, Callable[[Any], object]] = {
     zip(METHODS, ("first", "never", "first"), ("", "SGLang changes c once", "the places of parameters"), strict=True),
 )
 @on_ranks(1)
-def test_weights_that_are_rearranged_after_every_load(
-    method: str, verify: str, changed: str, qwen2: str, tmp_path: Path
-) -> None:
+def test_weights_rearranged_after_a_load(method: str, verify: str, changed: str, qwen2: str, tmp_path: Path) -> None:
     place = OneProcess(qwen2, tmp_path, verify=verify)
     place.model.quant_method = SimpleNamespace(process_weights_after_loading=METHODS[method])
     for _ in range(2):
@@ -443,14 +426,9 @@ def test_weights_that_are_rearranged_after_every_load(
     place.close()
 
 
-# What else the engine rank promises the trainer rank
-
-
 @on_ranks(1)
 def test_the_cache_goes_back_before_the_trainer_hears_of_the_end(qwen2: str, tmp_path: Path) -> None:
-    """For it has the KV cache resumed next; after the first of two syncs there is much in the cache. The engine's first
-    wait for a word may be as long as trainer ranks wait for each other, as an engine that is awake comes while they
-    plan."""
+    """Covers a first wait for a word that is as long as trainer ranks wait for each other, since these still plan."""
     place, ends, waits = OneProcess(qwen2, tmp_path), list[str](), list[float]()
     reserved, receive = iter([0, 64 << 20, 0, (64 << 20) - 1]), Channel.receive
     with (
@@ -467,9 +445,7 @@ def test_the_cache_goes_back_before_the_trainer_hears_of_the_end(qwen2: str, tmp
 
 @pytest.mark.parametrize(("late", "fails"), [(False, True), (True, True), (True, False)])
 @on_ranks(1)
-def test_an_engine_that_failed_to_sleep_in_time_is_asked_again(
-    late: bool, fails: bool, qwen2: str, tmp_path: Path
-) -> None:
+def test_an_engine_that_failed_to_sleep_is_asked_again(late: bool, fails: bool, qwen2: str, tmp_path: Path) -> None:
     """Unless it sleeps by then, after whoever asked had given up. Until it has answered, nothing touches its memory."""
     place, asked = OneProcess(qwen2, tmp_path), list[set[str]]()
     place.sync()

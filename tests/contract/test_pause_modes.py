@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the tests of ``pause_modes.py``, which share an engine, in a pytest of their own.
-
-Their engine lives in the process that asks it, so that requests can be in flight; and when it ends, SGLang ends all
-children of that process, which other tests have as well.
-"""
-
-from __future__ import annotations
+"""Runs ``pause_modes.py`` in a pytest of its own: when its engine ends, SGLang ends all children of that process."""
 
 import pytest
 

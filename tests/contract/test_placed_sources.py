@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DTensors of any placement, and verl's ``ShardSpec``: what arrives is, bit for bit, the whole tensor."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -23,7 +21,7 @@ from worlds import on_ranks
 from bare_engine import trainer
 from contract import sources
 from contract.reading import State, check_syncs
-from contract.sources import same_everywhere
+from contract.sources import raised_alike
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.spmd import Given, SpmdShardingManager
 from verl_sync_plugin.transport.agreement import Agreement
@@ -104,8 +102,7 @@ def test_fsdp2_over_tensor_parallelism() -> None:
 
 @on_ranks(4, timeout=120)
 def test_what_verls_engines_export() -> None:
-    """Two exports as verl's engines make them: torchtitan's stacks with a slot per expert over a mesh of two
-    dimensions, and veomni's experts, cut by hand over ranks with a converter."""
+    """Reads torchtitan's stacks, with a slot per expert over two mesh dimensions, and veomni's experts, cut by hand."""
     torch.manual_seed(9)
     stack, fused, dense = torch.randn(4, 6, 5), torch.randn(8, 6, 4), torch.randn(7, 3)
     mesh, rank = init_device_mesh("cpu", (2, 2)), dist.get_rank()
@@ -179,9 +176,8 @@ def test_what_is_no_box_of_one_whole_is_refused_by_name_on_all_ranks() -> None:
         )
     ]
     for source, words in [*placed, (turned, "tensor 'w' is no contiguous part of 'w'"), *specs]:
-        with pytest.raises(SyncError) as caught:
-            source.agree_on_layout(Agreement(30.0))
-        assert words in same_everywhere(str(caught.value)), caught.value
+        text = raised_alike(SyncError, source.agree_on_layout, Agreement(30.0))
+        assert words in text, text
     nothing: list[tuple[Any, type[Exception], str]] = [
         (SimpleNamespace(engine_config=SimpleNamespace(strategy="torchtitan")), ValueError, "use one of fsdp"),
         ("weights", TypeError, "a str cannot be synced"),

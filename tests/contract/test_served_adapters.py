@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters that SGLang serves itself, as PEFT builds them: its LoRA manager's layers read every factor that was sent,
-or the sync names what is lost."""
-
-from __future__ import annotations
+"""Checks adapters that SGLang serves itself: its layers read every factor, or the sync names what is lost."""
 
 import itertools
 import json

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks on one host and on several, staged and by broadcast: the real sharding manager over gloo, SGLang's model
-classes in real receiver sessions. Hosts are names that the tests give to their processes."""
-
-from __future__ import annotations
+"""Covers ranks on one host and on several, staged and by broadcast; hosts are names that the tests give."""
 
 import io
 import re
@@ -58,8 +55,7 @@ class Owned(WorldSource):
 
 
 def story(case: Case, config: Any, tp: int) -> None:
-    """Three syncs, each exact, with the bytes over the network that there have to be. The log says once how they
-    travel."""
+    """Plays three exact syncs with the bytes over the network that there must be; the log says how they travel."""
     rank, world = dist.get_rank(), len(case.hosts)
     groups = {each: group for ranks in case.groups for group in (dist.new_group(ranks),) for each in ranks}
     source = Owned() if case.joint else WorldSource(groups[rank])
@@ -79,8 +75,6 @@ def story(case: Case, config: Any, tp: int) -> None:
     assert said.getvalue().count("delivery is") == (rank == 0), said.getvalue()
     assert said.getvalue().count(why) == (several and rank == 0), said.getvalue()
 
-
-# Delivery packs, sends and loads successive buckets at once: what a rank does with each of them, in its order
 
 Events = list[tuple[str, int]]
 
@@ -109,8 +103,7 @@ def noting(wire: Wire) -> Iterator[Events]:
 
 
 def check_order(events: Events, report: SyncReport, world: int) -> None:
-    """Checks every bucket, and that one is packed while an earlier one is loaded. Between them is the one that is being
-    sent, or that waits in its slot."""
+    """Checks that a bucket is packed while an earlier one is loaded, and that the one between them is sent or waits."""
     at = {event: place for place, event in enumerate(events)}
     sends, count = report.delivery == "broadcast", report.buckets
     ahead = 2 if sends or world == 1 else 1

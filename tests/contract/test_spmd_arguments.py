@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks what a script gives to ``SpmdRollout`` before any engine runs: prompts, groups, arguments, refusals."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen2Config
 from worlds import on_ranks
 
-from contract.sources import same_everywhere
+from contract.sources import raised_alike
 from fresh_process import python
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import RolloutError
@@ -118,9 +116,8 @@ GIVEN: list[tuple[Any, dict[str, tuple[Any, Any]], str]] = [
 @on_ranks(2, timeout=180)
 def test_what_does_not_fit_or_the_engine_cannot_do_is_every_ranks_error(tmp_path: Path) -> None:
     def check(model: Any, given: dict[str, Any], words: str) -> None:
-        with pytest.raises(RolloutError) as caught:
-            SpmdRollout(str(tmp_path) if model == "" else Qwen2Config(**model), **given)
-        assert words in same_everywhere(str(caught.value)), caught.value
+        folder_or_config = str(tmp_path) if model == "" else Qwen2Config(**model)
+        assert words in (text := raised_alike(RolloutError, SpmdRollout, folder_or_config, **given)), text
 
     for model, more, words in GIVEN:
         check(model, {key: values[torch.distributed.get_rank()] for key, values in more.items()}, words)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Syncs weights to SGLang's model classes: a real manager and, in the same process, a real receiver session."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 from collections.abc import Callable
@@ -29,8 +27,7 @@ TIMEOUT = 20.0
 
 
 class Beside(StandIn):
-    """The rollout server of an engine whose rank next to this one is in this process. No rank can call another
-    process's engine here, so every rank has its own loaded."""
+    """Serves the engine rank in this process; no rank can call another's engine, so each has its own loaded."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()

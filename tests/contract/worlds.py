@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds of real processes with a gloo group, kept between tests of one kind so that imports are paid for once.
+"""Keeps worlds of real processes with a gloo group between tests of one kind, so that imports are paid for once.
 
-Every run has a time limit, after which its processes are killed; the stacks that they had shortly before are in the
-test's stderr. The limit begins when all ranks have imported what they run: that takes a second or, during a training
-on two cores, a minute.
+Every run has a limit, from when all ranks have imported what they run. Then it is killed; its stacks are in stderr.
 """
-
-from __future__ import annotations
 
 import atexit
 import contextlib
@@ -107,16 +103,7 @@ def stop() -> None:
 def run_world(
     size: int, function: Callable[..., Any], /, *arguments: object, timeout: float = 120.0, **given: object
 ) -> list[Any]:
-    """Runs ``function(*arguments, **given)`` on ``size`` ranks of a group; returns their results, in rank order.
-
-    Args:
-        function: of a module's top level, or a test that ``on_ranks`` decorates.
-        arguments: picklable.
-        timeout: seconds for all ranks together, once they have imported the function.
-
-    Raises:
-        WorldError: any rank failed, died or took too long.
-    """
+    """Runs a top-level function on ``size`` ranks within ``timeout`` seconds; returns results, or raises an error."""
     _grow(size)
     answers: dict[int, tuple[bool, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="world-") as folder:
@@ -147,8 +134,7 @@ def run_world(
 
 
 def on_ranks(size: int | str, timeout: float = 120.0) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Runs the body of a test on every rank of a world, with the test's own arguments. ``size``: the number of ranks,
-    or the argument that is it, or has it as its ``size``; ``timeout``: as of ``run_world``."""
+    """Runs a test's body on every rank; ``size`` is their number, or the argument that is it or has it as ``size``."""
 
     def decorate(test: Callable[..., Any]) -> Callable[..., None]:
         @functools.wraps(test)

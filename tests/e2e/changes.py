@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported by verl in each process of a run (``VERL_USE_EXTERNAL_MODULES``): makes the change that ``SYNC_TEST_CHANGE``
-names, once the module that it is made to has been imported."""
-
-from __future__ import annotations
+"""Makes the change that ``SYNC_TEST_CHANGE`` names in each process of a run (``VERL_USE_EXTERNAL_MODULES``)."""
 
 import functools
 import itertools
@@ -54,8 +51,7 @@ def dying_engine(updates: ModuleType) -> None:
 
 
 def noting_pauses(updates: ModuleType) -> None:
-    """A server of a separate rollout says at the end of each pause who paused it, and how many requests have stayed in
-    its engine. All responses are as long as they may be."""
+    """Has a separate server say after a pause who paused it, and how many requests stayed; all responses are long."""
 
     def note(server: Any) -> None:
         """Changes the server's class as it is defined, since Ray takes its methods at once."""
@@ -85,8 +81,7 @@ def noting_pauses(updates: ModuleType) -> None:
 
 
 def teacher_sampling(manager: ModuleType) -> None:
-    """A teacher is not asked for what SGLang 0.5.12 does not know: verl 0.9.1 asks it for ``detokenize``, with the
-    plugin and without."""
+    """Keeps ``detokenize`` from a teacher: verl 0.9.1 asks it for that, and SGLang 0.5.12 does not know it."""
     asked = manager._get_teacher_sampling_params
 
     def known(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -100,8 +95,7 @@ def say_version(module: ModuleType) -> None:
 
 
 def watched_tower(transformer_impl: ModuleType, frozen: bool = False) -> None:
-    """Actor workers say after every step how many parameters have changed, of the vision tower and of all else; it may
-    be frozen, which ``actor.freeze_vision_tower`` asks for in vain: verl 0.9.1 does not read it."""
+    """Says how many parameters a step changed; may freeze the tower, since verl 0.9.1 does not read its own key."""
     engine: Any = transformer_impl.FSDPEngine
     build, step = engine._build_fsdp_module, engine.optimizer_step
 
@@ -132,8 +126,7 @@ def watched_tower(transformer_impl: ModuleType, frozen: bool = False) -> None:
 
 
 def wrong_shape(fsdp2: ModuleType) -> None:
-    """From the fourth sync on the trainer describes a tensor wrongly: SGLang's own ``load_weights`` refuses it in the
-    scheduler, in the middle of the sync."""
+    """Describes a tensor wrongly from the fourth sync on: SGLang's ``load_weights`` refuses it in mid-sync."""
     honest = fsdp2.FSDP2Source.shards
     calls = 0
 

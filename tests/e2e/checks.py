@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks what a run leaves in which the plugin moved the weights."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

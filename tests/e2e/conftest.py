@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared by the end-to-end tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,16 +23,14 @@ def play(tiny_model: Callable[[str], str], tmp_path: Path) -> Play:
 
 @pytest.fixture(scope="session")
 def larger_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A layer's feed-forward matrices take 1028 KiB each, more than the smallest bucket, and the vocabulary is an odd
-    number of rows: with two ranks the tensors are cut unevenly."""
+    """Writes a model with matrices larger than the smallest bucket, and with odd rows, which two ranks cut unevenly."""
     larger = {"intermediate_size": 8224, "vocab_size": 331}
     return tiny_models.write("qwen2", tmp_path_factory.mktemp("models") / "larger", **larger)
 
 
 @pytest.fixture(scope="session")
 def drifted(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Three steps, so four syncs, of the model that the quickstart makes for itself; before the fourth step is judged,
-    the trainer's weights change otherwise than by training."""
+    """Runs three steps of the quickstart's model; before the fourth is judged, the trainer's weights change."""
     guarded = f"{ROLLOUT}.custom.sync.max_probs_diff=0.001"
     path = (str(Path(__file__).parent / "counting"),)
     setup = Setup((guarded,), ranks=2, replicas=2, steps=4, change="drifting_trainer", path=path)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table in ``docs/releases.md``: SGLang releases with which ``main_ppo`` trains, and what their syncs did."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -36,8 +34,7 @@ RELEASES: dict[str, tuple[str, ...]] = {
 
 
 def row(release: str, reports: tuple[dict[str, Any], ...], difference: float, bound: float) -> str:
-    """Writes one row of the table from the reports of a run, and the largest difference between a token's probability
-    in the engine and in the trainer, with what tests allow that to be."""
+    """Writes a row from the reports of a run, and from its largest difference of probabilities, with its bound."""
     last = reports[-1]
     beside = ", ".join(f"`{package}`" for package in RELEASES[release]) or "nothing"
     syncs = (

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs verl's real ``main_ppo`` in processes of its own and reads what it left."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -91,12 +89,7 @@ Play = Callable[..., Run]
 
 
 def main_ppo(setup: Setup, folder: Path) -> Run:
-    """Runs a main of verl's through the quickstart's script to its end, at the latest to ``TIMEOUT_SECONDS``; in an
-    empty folder, for everything that it writes.
-
-    verl asks the system for a free port and listens on it seconds later. Where another connection has it by then, the
-    run is started once more.
-    """
+    """Runs a main of verl's in an empty folder to its end; once more where the port that verl found was taken."""
     run = _run(setup, folder)
     if run.returncode and "EADDRINUSE" in run.text and not run.reports:
         for path in folder.iterdir():

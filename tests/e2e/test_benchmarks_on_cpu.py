@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every benchmark on the CPU, as its README has it typed: in a checkout, with nothing else importable."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

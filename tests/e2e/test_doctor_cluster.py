@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``verl-sync doctor --ray`` over two nodes of a local Ray cluster, one of which differs."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from unittest import mock

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA in verl's own ``main_ppo``: merged on the way to the engine, or served by the engine as an adapter.
-
-``make test`` has a run in which the engine serves Megatron's adapter. What merging gives is in ``contract`` and
-``separate``.
-"""
-
-from __future__ import annotations
+"""Covers LoRA in verl's own ``main_ppo``: merged on the way, or served by the engine as an adapter."""
 
 import pytest
 
@@ -44,11 +38,7 @@ def test_a_merged_run(play: Play) -> None:
 
 @pytest.mark.parametrize("strategy", [pytest.param("fsdp2", marks=pytest.mark.extended), "megatron"])
 def test_the_base_of_a_served_adapter_travels_once(strategy: str, play: Play) -> None:
-    """The engine serves the adapter; it starts with the checkpoint and gets the base all the same, or with random
-    weights, so that the base must have travelled.
-
-    Not the larger model: SGLang pads its layers on a CPU, and its adapters' memory, but not the adapters.
-    """
+    """Starts from the checkpoint, or from random weights; larger models would be padded, which adapters are not."""
     megatron = TENSOR_PARALLEL if strategy == "megatron" else None
     start = () if megatron else (f"{ROLLOUT}.load_format=auto",)
     served = play(*COMMON, *start, *SERVED, ranks=2, steps=2, megatron=megatron)

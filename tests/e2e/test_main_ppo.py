@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's own ``main_ppo`` with the plugin: real Ray, FSDP2 and SGLang on a CPU."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``main_ppo`` with several SGLang releases. Stock verl 0.9.1 does not run with the newest.
-
-``make releases`` rewrites the table in ``docs/releases.md``.
-"""
-
-from __future__ import annotations
+"""Trains with several SGLang releases; ``make releases`` rewrites the table in ``docs/releases.md``."""
 
 import os
 import re

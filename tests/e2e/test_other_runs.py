@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``main_ppo`` otherwise than most: other trainers, families and layouts, an older verl, fp8, engines that never sleep
-or that nobody trains.
-
-All of it in ``make test-all``. ``make test`` has what each shows in the contract tests and in ``tests/bare_engine``.
-"""
-
-from __future__ import annotations
+"""Runs ``main_ppo`` otherwise than most in ``make test-all``; contract tests show the same in ``make test``."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -22,9 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1000)]
 
 
 def test_every_step_of_colocate_async_is_synced_and_answers_go_on_after_it(play: Play) -> None:
-    """verl's ``colocate_async`` trainer: one GPU for both, and requests that a sync cuts off. Three steps; a batch more
-    than a step takes is in flight whenever verl aborts, so a step trains on answers that the weights of the step before
-    have begun."""
+    """Keeps a batch more than a step takes in flight: steps train on answers which older weights have begun."""
     trainer = ("trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=1")
     run = play(*trainer, steps=3)
     checks.reached(run, steps=3)
@@ -37,9 +29,7 @@ def test_every_step_of_colocate_async_is_synced_and_answers_go_on_after_it(play:
 
 
 def test_the_legacy_trainer_and_a_mixtral_are_synced_and_reported(play: Play) -> None:
-    """verl's legacy trainer, whose task runner resolves the config before it loads plugins; two steps of a Mixtral,
-    whose trainer holds other tensors than its checkpoint: stock verl sends the router and all experts under names that
-    SGLang skips. Embedding and head are tied, and SGLang's class has a head of its own."""
+    """Covers a config that is resolved before plugins load, and experts that stock verl sends under unknown names."""
     run = play("trainer.use_v1=False", kind="mixtral-tied", steps=2)
     checks.reached(run, steps=2)
     checks.same_weights(run)
@@ -57,8 +47,7 @@ def test_the_legacy_trainer_and_a_mixtral_are_synced_and_reported(play: Play) ->
 
 
 def test_engines_that_keep_their_memory_are_synced_once_a_step(play: Play) -> None:
-    """Two rollout engines with ``free_cache_engine=False``, next to an FSDP1 trainer of two ranks; two steps, so three
-    syncs of two engines, in which nothing is resumed."""
+    """Syncs two engines with ``free_cache_engine=False`` three times from an FSDP1 trainer; nothing is resumed."""
     run = play("actor_rollout_ref.actor.strategy=fsdp", "+sync=colocated_resident", ranks=2, steps=2, replicas=2)
     checks.reached(run, steps=2)
     checks.same_weights(run)
@@ -180,8 +169,7 @@ def test_a_teacher_and_a_reward_model_run_next_to_a_synced_actor(larger_model: P
 
 @pytest.mark.parametrize("release", [INSTALLED, [*RELEASES][-1]])
 def test_a_rollout_in_fp8(release: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Two trainer ranks quantize, and every sync is verified; only SGLang's product with fp8 weights is a stand-in, for
-    want of a GPU."""
+    """Quantizes on two ranks and verifies every sync; only SGLang's product with fp8 weights is a stand-in."""
     # SGLang shares out whole blocks of 128
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 4}
     model = tiny_models.write("qwen2", tmp_path / "model", **sizes)

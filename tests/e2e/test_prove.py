@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``verl-sync prove`` with a real engine and a real model: proven where it is, and not where the trainer has others."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -62,5 +60,5 @@ def test_a_trainer_with_other_weights_is_found(tp: int, tiny_model: Callable[[st
     script.write_text(OTHER_TRAINER)
     verdict, checks = proven([str(script)], tiny_model("qwen2"), tp)
     wrong = [found for _, outcome, found in checks if outcome == "FAILED"]
-    assert verdict == "NOT proven"
-    assert wrong and all(f"other: model.layers.1.mlp.down_proj.weight of rank {tp - 1}" in each for each in wrong)
+    assert verdict == "NOT proven" and wrong, checks
+    assert all(f"other: model.layers.1.mlp.down_proj.weight of rank {tp - 1}" in each for each in wrong)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that share no GPU with the trainer: of verl's ``separate_async`` trainer in ``main_ppo``, which has others on
-its own GPUs, too; of ``one_step_off`` and ``fully_async``, whose mains, workers, managers and clients are their own."""
-
-from __future__ import annotations
+"""Covers engines that share no GPU with the trainer: of ``separate_async``, ``one_step_off`` and ``fully_async``."""
 
 import re
 
@@ -14,19 +11,13 @@ from verl_sync_plugin.rollouts.sglang.request import FORGETTING_LOADER
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
-COMMON = (
-    "+sync=separate",
-    "trainer.v1.separate_async.parameter_sync_step=1",
-    f"{ROLLOUT}.nnodes=1",
-    SHORT_WAIT,
-)
+COMMON = ("+sync=separate", "trainer.v1.separate_async.parameter_sync_step=1", f"{ROLLOUT}.nnodes=1", SHORT_WAIT)
 LONG = 900  # tokens of every response; a batch of them takes longer than a step
 EVERY = [0, 1, 2, 3]  # versions of three steps
 
 
 def synced(run: Run, versions: list[int]) -> None:
-    """The plugin has moved the weights of every version, all of them, and the engines held what was sent; ``versions``:
-    in the order in which replicas report them."""
+    """Checks that every version was moved whole and held by the engines; ``versions`` are in the reports' order."""
     assert run.reports, run.tail
     for name, expected in (("SeparateTrainer", EVERY), ("SeparateRollout", versions)):
         found = [report for report in run.reports if report["manager"] == name]
@@ -39,8 +30,7 @@ def synced(run: Run, versions: list[int]) -> None:
 
 
 def test_every_engine_is_synced_and_a_replica_that_dies_costs_that_sync_alone(play: Play) -> None:
-    """Three steps of a trainer rank that shares its GPU with an engine, and of two replicas with GPUs of their own. A
-    scheduler of SGLang's in one of these dies in the sync after the second step."""
+    """Has a scheduler of one of two separate replicas die after the second step, next to a colocated engine."""
     gpus = f"{ROLLOUT}.n_gpus_per_node=2", "++ray_kwargs.ray_init.num_gpus=3"
     separate = play(*COMMON, *gpus, steps=3, change="dying_engine")
     checks.reached(separate, steps=3)
@@ -96,8 +86,6 @@ def test_responses_span_the_syncs_of_an_engine_that_keeps_its_requests(play: Pla
     spans = [spanning.logged[step]["training/off_policy/trajectory_spans/max"] for step in (1, 2, 3)]
     assert max(spans) >= 2, f"no response spans a sync: {spans}"
 
-
-# verl's experimental mains
 
 EXPERIMENTAL = (
     *(f"{ROLLOUT}.checkpoint_engine.backend=sync_plugin", "rollout.nnodes=1", "rollout.n_gpus_per_node=1"),

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of the project takes part in a sync whose plan is made: the third and fourth one of a real ``main_ppo``.
-
-``FILES=write`` writes the files of the fourth into docs/one-weight.md; without it the two are compared.
-"""
-
-from __future__ import annotations
+"""Bounds what takes part in the third and fourth sync of a real ``main_ppo``; ``FILES=write`` writes the page."""
 
 import json
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``main_ppo`` with vision-language models and images in the prompts, their vision tower trained or frozen."""
 
-from __future__ import annotations
-
 import io
 import runpy
 from pathlib import Path
@@ -12,18 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import transformers
 from PIL import Image
-from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLProcessor,
-    Qwen2VLImageProcessor,
-    Qwen2VLVideoProcessor,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
-)
 
 import tiny_models
 from contract.families import MROPE, QWEN3_VISION, QWEN_VISION
@@ -38,6 +26,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1000)]
 VISION = ("qwen-vl-utils==0.0.14", "av==18.1.0")
 PACKAGES = {"qwen2_5_vl": (*VISION, "transformers==5.8.1"), "qwen3_vl": VISION}
 CLASSES = {"qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen3_vl": "Qwen3VLForConditionalGeneration"}
+PROCESSORS = {
+    "qwen2_5_vl": (transformers.Qwen2_5_VLProcessor, transformers.Qwen2VLVideoProcessor),
+    "qwen3_vl": (transformers.Qwen3VLProcessor, transformers.Qwen3VLVideoProcessor),
+}
 # Model, trainer ranks, whether its tower is frozen
 CASES = [("qwen2_5_vl", 1, True), ("qwen2_5_vl", 2, False), ("qwen3_vl", 2, False), ("qwen3_vl", 1, True)]
 
@@ -75,8 +67,6 @@ def test_the_engine_has_the_tower_of_every_step(
     assert bool(trained.matching("freeze_vision_tower=True has no effect")) is frozen
 
 
-# The models and prompts, made by hand
-
 VISION_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 # As Qwen's own: an image is one placeholder, which the processor repeats for each of its tokens
 CHAT_TEMPLATE = (
@@ -111,30 +101,24 @@ def write(kind: str, folder: Path) -> Path:
     return folder
 
 
-def _model(kind: str, common: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+def _model(kind: str, common: dict[str, Any], tokenizer: Any) -> transformers.PreTrainedModel:
     text, vision = KINDS[kind]
-    numbers = dict(zip(VISION_TOKENS, tokenizer.convert_tokens_to_ids(VISION_TOKENS), strict=True))
-    config = AutoConfig.for_model(
-        kind,
-        text_config={**common, **MROPE, **text, "tie_word_embeddings": False},
-        vision_config=vision,
-        tie_word_embeddings=False,
-        vision_start_token_id=numbers["<|vision_start|>"],
-        vision_end_token_id=numbers["<|vision_end|>"],
-        image_token_id=numbers["<|image_pad|>"],
-        video_token_id=numbers["<|video_pad|>"],
-    )
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    untied, numbers = {"tie_word_embeddings": False}, tokenizer.convert_tokens_to_ids(VISION_TOKENS)
+    named = dict(zip(("vision_start", "vision_end", "image", "video"), numbers, strict=True))
+    special = {f"{name}_token_id": number for name, number in named.items()}
+    text = {**common, **MROPE, **text, **untied}
+    config = transformers.AutoConfig.for_model(kind, text_config=text, vision_config=vision, **untied, **special)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
     for parameter in model.parameters():
         # The default deviation of 0.02 gives nearly equal logits: a wrong weight would hardly show
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.1)
-    _never_say(model, list(numbers.values()))
+    _never_say(model, numbers)
     return model
 
 
 @torch.no_grad()
-def _never_say(model: PreTrainedModel, tokens: list[int]) -> None:
+def _never_say(model: transformers.PreTrainedModel, tokens: list[int]) -> None:
     """Makes tokens improbable, since a random model's answer with a placeholder of an image is an error in verl."""
     model.get_input_embeddings().weight[:, 0] = 4.0
     head: Any = model.get_output_embeddings().weight
@@ -142,13 +126,12 @@ def _never_say(model: PreTrainedModel, tokens: list[int]) -> None:
     head[tokens, 0] = -8.0
 
 
-def _processor(kind: str, tokenizer: PreTrainedTokenizerFast) -> Any:
-    patch = KINDS[kind][1]["patch_size"]
+def _processor(kind: str, tokenizer: Any) -> Any:
+    (whole, videos), patch = PROCESSORS[kind], KINDS[kind][1]["patch_size"]
     cut = {"patch_size": patch, "merge_size": 2, "temporal_patch_size": 2}
-    images = Qwen2VLImageProcessor(**cut, size={"shortest_edge": 4 * (2 * patch) ** 2, "longest_edge": 1 << 20})
-    if kind == "qwen3_vl":
-        return Qwen3VLProcessor(images, tokenizer, Qwen3VLVideoProcessor(**cut), chat_template=CHAT_TEMPLATE)
-    return Qwen2_5_VLProcessor(images, tokenizer, Qwen2VLVideoProcessor(**cut), chat_template=CHAT_TEMPLATE)
+    size = {"shortest_edge": 4 * (2 * patch) ** 2, "longest_edge": 1 << 20}
+    images = transformers.Qwen2VLImageProcessor(**cut, size=size)
+    return whole(images, tokenizer, videos(**cut), chat_template=CHAT_TEMPLATE)
 
 
 def write_prompts(file: Path) -> Path:
@@ -172,6 +155,5 @@ def _row(number: int, random: np.random.Generator) -> dict[str, Any]:
 
 def _png(pixels: np.ndarray) -> bytes:
     """An image as a file; ``pixels`` is [height, width, 3] of uint8."""
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "png")
+    Image.fromarray(pixels).save(file := io.BytesIO(), "png")
     return file.getvalue()

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The handle of a server actor over a pipe, in place of Ray's: calls start in their order, and run side by side."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fault points: the real methods of each stage, wrapped in the processes of a test; the product knows nothing of them.
-
-``install`` wraps the methods of one place; ``arm`` has the next call of one of them fail.
-"""
-
-from __future__ import annotations
+"""Wraps the real methods of each stage as fault points; the next call of one fails once ``arm`` has named it."""
 
 import functools
 import importlib

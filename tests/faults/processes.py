@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of the matrix, called by ``test_faults.py``: two trainer ranks, and the rollout server with its engine.
-
-All of it is real but for Ray, whose handle of the server ``actor.py`` stands for: verl's FSDP2 engine, the adapter and
-the sharding manager of the trainer ranks, the server's own class, SGLang's tokenizer manager and two schedulers.
-"""
-
-from __future__ import annotations
+"""Defines the processes of the matrix: trainer ranks, and the server with its engine. Only Ray's handle is made up."""
 
 import asyncio
 import json
@@ -31,14 +25,9 @@ ARM = "faults.points.arm_engine"
 
 
 def rollout_config(delivery: str) -> Any:
-    sync = {"timeout_seconds": T, "delivery": delivery, "verify": "always"}
-    return RolloutConfig(
-        name="sglang",
-        tensor_model_parallel_size=2,
-        custom={"sync": sync},
-        max_model_len=64,
-        multi_stage_wake_up=True,  # as the driver sets it for every run
-    )
+    custom = {"sync": {"timeout_seconds": T, "delivery": delivery, "verify": "always"}}
+    as_by_the_driver = {"custom": custom, "multi_stage_wake_up": True}
+    return RolloutConfig(name="sglang", tensor_model_parallel_size=2, max_model_len=64, **as_by_the_driver)
 
 
 class Trainer:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kind of fault in every place, at every stage and in every kind of sync, on real parts."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator
@@ -72,8 +70,7 @@ class World:
             member.process.join()
 
     def run(self, cell: Cell) -> None:
-        """Plays a cell, whose first sync is also the first that trainer and engine know of, and checks all that is
-        promised of it."""
+        """Plays a cell from the first sync that both sides know of, and checks all that is promised of it."""
         if not self.whole:
             self._begin()
         self.whole = False

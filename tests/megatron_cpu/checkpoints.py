@@ -1,22 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny HF checkpoints of every kind that Megatron builds here."""
 
-from __future__ import annotations
-
 import copy
 import runpy
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+import transformers
 
 from tiny_models import MAKE_MODEL
 
@@ -35,13 +26,13 @@ LATENT: dict[str, Any] = {
         "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
     },
 }  # fmt: skip
-CONFIGS: dict[str, PretrainedConfig] = {
-    "qwen2": Qwen2Config(**COMMON),
-    "qwen2-tied": Qwen2Config(**{**COMMON, "tie_word_embeddings": True}),
-    "qwen3": Qwen3Config(**COMMON, head_dim=16),
-    "qwen3-moe": Qwen3MoeConfig(**COMMON, **MOE, head_dim=16, num_experts=4),
-    "moonlight": DeepseekV3Config(**{**COMMON, **LATENT}, q_lora_rank=None),
-    "deepseek": DeepseekV3Config(**{**COMMON, **LATENT}, q_lora_rank=40),
+CONFIGS: dict[str, transformers.PretrainedConfig] = {
+    "qwen2": transformers.Qwen2Config(**COMMON),
+    "qwen2-tied": transformers.Qwen2Config(**{**COMMON, "tie_word_embeddings": True}),
+    "qwen3": transformers.Qwen3Config(**COMMON, head_dim=16),
+    "qwen3-moe": transformers.Qwen3MoeConfig(**COMMON, **MOE, head_dim=16, num_experts=4),
+    "moonlight": transformers.DeepseekV3Config(**{**COMMON, **LATENT}, q_lora_rank=None),
+    "deepseek": transformers.DeepseekV3Config(**{**COMMON, **LATENT}, q_lora_rank=40),
 }
 
 
@@ -54,7 +45,7 @@ def write(kind: str, folder: Path, **sizes: int) -> str:
     torch.manual_seed(5)
     config = copy.deepcopy(CONFIGS[kind])
     config.update(sizes)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_floating_point():
             # Norms around 1: with small ones all tokens are as good as equally likely, and a wrong weight hardly shows

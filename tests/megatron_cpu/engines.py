@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's own Megatron engine with the plugin's export, in a process of a test world on the CPU."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator
@@ -67,12 +65,7 @@ def megatron_environment() -> Iterator[None]:
 
 
 def build(model_path: str, layout: Layout, lora: dict[str, Any] | None = None, **transformer: Any) -> Any:
-    """verl's registered Megatron engine, initialized; ends any earlier one's process groups.
-
-    Args:
-        lora: ``actor_rollout_ref.model.lora``.
-        transformer: more of ``override_transformer_config``.
-    """
+    """Initializes verl's Megatron engine, and ends earlier process groups; ``transformer``: more of its overrides."""
     from megatron.core import parallel_state
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig

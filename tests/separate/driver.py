@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls that verl's driver makes to the processes of a separate run, and these processes seen from outside.
-
-verl's ``CheckpointEngineManager`` makes these calls through Ray, which the end-to-end test has; here they go through
-pipes, so that one set of processes can lose and gain members.
-"""
-
-from __future__ import annotations
+"""Makes the calls of verl's driver to the processes of a separate run by pipes, so that members can come and go."""
 
 import importlib
 import traceback
@@ -14,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch.multiprocessing as mp
 
@@ -30,10 +24,7 @@ class Failure:
 
 
 class Member:
-    """A process and the pipe to it; a call is sent by ``ask`` and answered by ``answer``.
-
-    The kind is named, not given: SGLang, which rollouts import, changes what transformers builds for a trainer.
-    """
+    """Holds a process and its pipe. Its kind is a name: SGLang, once imported, changes what transformers builds."""
 
     def __init__(self, kind: str, *args: Any) -> None:
         context = mp.get_context("spawn")
@@ -42,7 +33,7 @@ class Member:
         self.process.start()
         theirs.close()
 
-    def ask(self, method: str, *args: Any) -> Member:
+    def ask(self, method: str, *args: Any) -> Self:
         self._pipe.send((method, args))
         return self
 
@@ -111,11 +102,7 @@ class Driver:
 
 @contextmanager
 def members(
-    model: str,
-    rollouts: int,
-    trainer: str = "processes.Trainer",
-    rollout: str = "rollouts.Rollout",
-    tp: int = 1,
+    model: str, rollouts: int, trainer: str = "processes.Trainer", rollout: str = "rollouts.Rollout", tp: int = 1
 ) -> Iterator[tuple[Driver, list[Member]]]:
     """Two trainer ranks and all ranks of rollouts; kinds by their names."""
     port = free_port()

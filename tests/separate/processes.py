@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defines the processes of a separate run, and its trainer ranks of every kind; ``driver.py`` calls them."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rollout ranks of a separate run, with real SGLang engines; they are called by ``driver.py``."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path
@@ -28,12 +26,8 @@ class Rollout(Host):
         super().__init__(rank, tp, port, is_master=None)
         self.sglang: Any = self._start(model) if rank == 0 else None
         os.environ["RAY_LOCAL_WORLD_SIZE"] = str(tp)
-        config = RolloutConfig(
-            name="sglang",
-            tensor_model_parallel_size=tp,
-            checkpoint_engine=CheckpointEngineConfig(backend=BACKEND),
-            custom={"sync": SYNC},
-        )
+        given = {"checkpoint_engine": CheckpointEngineConfig(backend=BACKEND), "custom": {"sync": SYNC}}
+        config = RolloutConfig(name="sglang", tensor_model_parallel_size=tp, **given)
         self.adapter = SyncServerAdapter(config, HFModelConfig(path=model), None)
         self.adapter.find_server = lambda: Handle(self.sglang, self._note)  # type: ignore[method-assign]
         self._planned: list[bool] = []

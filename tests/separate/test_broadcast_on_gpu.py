@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Broadcasts over NCCL from a trainer rank to two rollout ranks: in whole syncs of real engines, and by themselves;
-also when a rollout rank dies in one.
-
-All three are on the same GPU, see ``several_hosts_on_gpu``.
-"""
-
-from __future__ import annotations
+"""Broadcasts over NCCL from a trainer rank to two rollout ranks of one GPU: in whole syncs, and alone; one may die."""
 
 import asyncio
 import os
@@ -150,8 +144,6 @@ def test_a_rollout_rank_that_dies_in_a_broadcast_costs_that_sync_alone(tmp_path:
     assert len(first) == len(second) > 0 and first != second, "every sync has brought other weights"
     assert fourth == second and fifth == first, "the weights of the fourth sync are those of the second"
 
-
-# The group by itself, without trainer and engines
 
 NBYTES, LARGE, LATE = 3 << 20, 256 << 20, 2.0  # the large one: more than NCCL takes from a rank before others come
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters and separate engines: merged on their way, or served by the engines themselves, to each of which the
-base travels once, and then the adapter alone."""
-
-from __future__ import annotations
+"""Covers LoRA with separate engines: merged on the way, or served, where the base travels once to each."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +44,6 @@ def come_and_go(driver: Driver, first: Member, second: Member, tmp_path: Path) -
     assert report["manager"] == "SeparateRollout" and report["buckets"] > 3 and report["coverage_missing"] == 0
     words = serves(driver, first, tmp_path / "v1")
     assert far(first.ask("generate_with_base").answer(), tmp_path / "v1") > 2 * BOUND, "the adapter changes little"
-
     # equal weights: the same words, of the adapter alone
     said = driver.sync(2, [first])
     factors = said[2]["tensors"]
@@ -55,18 +51,15 @@ def come_and_go(driver: Driver, first: Member, second: Member, tmp_path: Path) -
     adapter_alone([said[0], said[2]], factors)
     assert said[2]["global_steps"] == 2
     assert serves(driver, first, tmp_path / "v2") == words
-
     # after a step: others
     together(driver.trainers, "train", 3)
     said = driver.sync(3, [first])
     adapter_alone([said[0], said[2]], factors)
     assert serves(driver, first, tmp_path / "v3") != words
-
     # one that joins gets the base as well
     joined = driver.sync(4, [first, second])[3]
     assert joined["buckets"] > 3 and joined["tensors"] == report["tensors"], joined
     assert second.ask("generate").answer() == first.ask("generate").answer() == serves(driver, second, tmp_path / "v4")
-
     fail_and_recover(driver, first, second, factors)
     for number, rollout in enumerate((first, second)):
         serves(driver, rollout, tmp_path / f"v6-{number}")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two trainer ranks and real SGLang engines that share nothing with them: exact, also when engines come and go."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,13 +14,8 @@ from separate.processes import TIMEOUT
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.fixture
-def model(tiny_model: Callable[[str], str]) -> str:
-    return tiny_model("qwen2")
-
-
-def test_syncs_are_exact_while_engines_join_leave_fail_and_die(model: str, tmp_path: Path) -> None:
-    with members(model, 3) as (driver, rollouts):
+def test_syncs_are_exact_while_engines_come_go_fail_and_die(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
+    with members(tiny_model("qwen2"), 3) as (driver, rollouts):
         hidden_staging_memory(driver, rollouts[:1], tmp_path)
         parameters_read_in_place(driver, rollouts[1:], tmp_path)
         broadcast_to_two_hosts(driver, rollouts[:2], tmp_path)
@@ -31,8 +24,8 @@ def test_syncs_are_exact_while_engines_join_leave_fail_and_die(model: str, tmp_p
 
 
 @pytest.mark.extended
-def test_flat_parameters_are_read_in_place(model: str, tmp_path: Path) -> None:
-    with members(model, 2, "processes.FSDP1Trainer") as (driver, rollouts):
+def test_flat_parameters_are_read_in_place(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
+    with members(tiny_model("qwen2"), 2, "processes.FSDP1Trainer") as (driver, rollouts):
         parameters_read_in_place(driver, rollouts, tmp_path)
 
 
@@ -57,8 +50,7 @@ def hidden_staging_memory(driver: Driver, rollouts: list[Member], folder: Path) 
 
 
 def parameters_read_in_place(driver: Driver, rollouts: list[Member], folder: Path) -> None:
-    """Staged at first, then where the parameters lie, for these are in memory that others can map; both again for an
-    engine that joins."""
+    """Stages a first sync, then reads parameters where they lie; both again for an engine that joins."""
     first, second = rollouts
     together(driver.trainers, "share", folder)
     for version, engines in ((11, [second]), (12, [second]), (13, [first, second]), (14, [first, second])):
@@ -115,18 +107,15 @@ def come_and_go(driver: Driver, rollouts: list[Member], folder: Path) -> None:
     assert time.monotonic() - before < TIMEOUT
     assert failed[4] == Failure("MemoryError", "injected: _make"), failed
     assert all("a rank died" in each.text for each in failed[:4]), failed
-
     # then it can, and gets what it lacks
     lie(driver, rollouts, "ababb")
     joined = synced(driver, rollouts, 24, folder)[2]
     crossed_once(driver, rollouts, "ababb")
     assert joined["replayed_tensors"] == joined["tensors"], "marks have proven its plan"
-
     # one leaves
     lie(driver, [second, third], "abba")
     synced(driver, [second, third], 25, folder)
     crossed_once(driver, [second, third], "abba")
-
     # it comes back, and leaves once more: all three have been a group before, and so have the two
     for version, engines in ((26, rollouts), (27, [second, third])):
         before = time.monotonic()
@@ -142,7 +131,6 @@ def fail_and_die(driver: Driver, rollouts: list[Member], folder: Path) -> None:
     failed_alike(driver.sync(28, rollouts), "rank 1: MemoryError: injected: pack")
     assert len(second.ask("abandoned").answer()) > before
     synced(driver, rollouts, 29, folder)
-
     # one dies while weights are on their way: the others hear of it in time, and go on without it
     assert third.ask("die_in_second_bucket").answer() is None
     began = time.monotonic()

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A script as a user would write one, started by torchrun on two ranks that share one engine; argument: a model."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any
@@ -16,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from contract.sources import raised_alike
 from verl_sync_plugin import SpmdRollout
 from verl_sync_plugin.errors import RolloutError, SyncError
 from verl_sync_plugin.spmd import Generated
@@ -51,18 +50,6 @@ def off(generated: Generated, expected: torch.nn.Module) -> float:
         logits = expected.bfloat16()(generated.ids, generated.mask.long(), positions).logits[:, start - 1 : -1].float()
     chosen = torch.log_softmax(logits, -1).gather(-1, generated.response_ids[..., None])[..., 0]
     return float((chosen - generated.log_probs).abs().max())
-
-
-def failing(kind: type[Exception], call: Any, *arguments: Any, **more: Any) -> str:
-    """The text of an error that every rank has to raise alike."""
-    try:
-        call(*arguments, **more)
-    except kind as error:
-        texts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, str(error))
-        assert len(set(texts)) == 1, texts
-        return texts[0]  # type: ignore[no-any-return]
-    raise AssertionError("no error")
 
 
 def serves(rollout: SpmdRollout, source: Any, expected: torch.nn.Module) -> Generated:
@@ -134,11 +121,11 @@ def generation(rollout: SpmdRollout) -> None:
     dist.all_gather_object(everyone, sampled.ids)
     assert torch.equal(*everyone) and len({tuple(row) for row in sampled.response_ids.tolist()}) > 1
     rank = dist.get_rank()
-    text = failing(RolloutError, rollout.generate, [[5 + rank]], GREEDY)
+    text = raised_alike(RolloutError, rollout.generate, [[5 + rank]], GREEDY)
     assert "the ranks of one engine gave different prompts" in text, text
-    text = failing(RolloutError, rollout.generate, PROMPTS if rank == 0 else [[]], GREEDY)
+    text = raised_alike(RolloutError, rollout.generate, PROMPTS if rank == 0 else [[]], GREEDY)
     assert "rank 1: ValueError: token_ids[0] has no tokens" in text and "rank 0" not in text, text
-    text = failing(RolloutError, rollout.generate, [[5] * 300], GREEDY)
+    text = raised_alike(RolloutError, rollout.generate, [[5] * 300], GREEDY)
     assert "rank 0: ValueError" in text, text  # SGLang's: longer than the context
 
 
@@ -146,11 +133,11 @@ def memory(rollout: SpmdRollout, source: torch.nn.Module, expected: torch.nn.Mod
     """Released weights are not generated from, whatever is resumed; a sync brings them back."""
     rollout.release_kv()
     rollout.release_kv()
-    assert "released (kv_cache)" in failing(RolloutError, rollout.generate, PROMPTS, GREEDY)
+    assert "released (kv_cache)" in raised_alike(RolloutError, rollout.generate, PROMPTS, GREEDY)
     rollout.release_weights()
     rollout.resume_weights()
     rollout.resume_kv()
-    assert "call sync_weights first" in failing(RolloutError, rollout.generate, PROMPTS, GREEDY)
+    assert "call sync_weights first" in raised_alike(RolloutError, rollout.generate, PROMPTS, GREEDY)
     rollout.release_weights()
     rollout.release_kv()
     rollout.sync_weights(source)
@@ -167,15 +154,15 @@ def failures(rollout: SpmdRollout, source: torch.nn.Module, expected: torch.nn.M
     kept = held[3].item()
     if dist.get_rank() == 1:
         held[3] = float("nan")
-    text = failing(SyncError, rollout.sync_weights, source)
+    text = raised_alike(SyncError, rollout.sync_weights, source)
     assert "rank 1: ValueError: parameter 'model.layers.1.mlp.up_proj.weight' holds NaN or Inf" in text, text
-    assert "half written" in failing(RolloutError, rollout.generate, PROMPTS, GREEDY)
+    assert "half written" in raised_alike(RolloutError, rollout.generate, PROMPTS, GREEDY)
     held[3] = kept
     serves(rollout, source, expected)
-    text = failing(SyncError, rollout.sync_weights, source if dist.get_rank() == 0 else "weights")
+    text = raised_alike(SyncError, rollout.sync_weights, source if dist.get_rank() == 0 else "weights")
     assert "rank 1: TypeError: a str cannot be synced" in text, text
     left_out = {name: tensor for name, tensor in model(8).state_dict().items() if "layers.1.mlp.down_proj" not in name}
-    text = failing(SyncError, rollout.sync_weights, left_out)
+    text = raised_alike(SyncError, rollout.sync_weights, left_out)
     assert "model.layers.1.mlp.down_proj.weight" in text, text
     serves(rollout, source, expected)
 
@@ -192,7 +179,7 @@ def engine_is_late(rollout: SpmdRollout, source: torch.nn.Module, expected: torc
     endpoint._timeout, bound = 1.0, endpoint._timeout
     for process in started():
         process.suspend()
-    text = failing(SyncError, rollout.sync_weights, source)
+    text = raised_alike(SyncError, rollout.sync_weights, source)
     assert "SGLang did not answer within 1 s" in text and "timeout_seconds" in text, text
     for process in started():
         process.resume()
@@ -203,7 +190,7 @@ def engine_is_late(rollout: SpmdRollout, source: torch.nn.Module, expected: torc
 def engine_dies(rollout: SpmdRollout) -> None:
     for process in started():
         process.kill()
-    text = failing(RolloutError, rollout.generate, PROMPTS, GREEDY)
+    text = raised_alike(RolloutError, rollout.generate, PROMPTS, GREEDY)
     assert "rank 0: RuntimeError: SGLang's process has ended" in text, text
 
 
@@ -211,7 +198,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     more = {"max_total_tokens": 2048, "context_length": 256, "max_running_requests": 8}
     rollout = SpmdRollout(MODEL, tensor_parallel_size=2, sync={"timeout_seconds": 60}, engine=more)
-    assert "call sync_weights first" in failing(RolloutError, rollout.generate, PROMPTS, GREEDY)
+    assert "call sync_weights first" in raised_alike(RolloutError, rollout.generate, PROMPTS, GREEDY)
     every_source(rollout)
     generation(rollout)
     source = sharded(model(9))

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks of a script that share out a model, on two hosts with GPUs: every engine holds what was broadcast.
-
-Both are on the same GPU, see ``several_hosts_on_gpu``; each has a real SGLang engine of its own.
-"""
-
-from __future__ import annotations
+"""Broadcasts a model that two ranks of a script share out on two hosts of one GPU: ``several_hosts_on_gpu``."""
 
 from pathlib import Path
 from typing import Any

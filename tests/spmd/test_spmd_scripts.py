@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scripts that torchrun starts, with real SGLang: both examples, and a story of everything ``SpmdRollout`` does."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -53,9 +51,7 @@ def test_an_example_trains_and_serves(script: str, ranks: int, tp: int) -> None:
     assert float(difference.rpartition(" ")[2]) < 0.15
 
 
-def test_the_story_of_a_script(
-    tiny_model: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scripts_story(tiny_model: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_SYNC_REPORT_FILE", str(tmp_path / "reports"))
     output = torchrun(2, STORY, tiny_model("qwen2"))
     assert all(f"rank {rank} has seen it all" in output for rank in range(2))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the kernel runs."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -14,15 +12,12 @@ IN_THE_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keeps only what needs the kernel in the process of ``test_copies.test_kernel_in_the_interpreter``."""
     if IN_THE_INTERPRETER:
-        items[:] = [
-            item for item in items if "device" in getattr(item, "fixturenames", ()) and "by_plain" not in item.name
-        ]
+        items[:] = [i for i in items if "device" in getattr(i, "fixturenames", ()) and "by_plain" not in i.name]
 
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the kernel runs: on a GPU, or in this process if Triton's interpreter was asked for when it started; as
-    ``by_plain`` a CPU without it."""
+    """Names where the kernel runs: a GPU, or this process in Triton's interpreter; ``by_plain`` is a CPU without it."""
     if getattr(request, "param", "") == "by_plain":
         return "cpu"
     if torch.cuda.is_available():

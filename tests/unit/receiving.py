@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainer ranks that bring tensors to the model of one engine rank, without a channel."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -38,8 +36,7 @@ def map_of(model: torch.nn.Module, names: Iterable[str], shape: tuple[int, ...],
 
 
 class Sender:
-    """Three ranks that share out tensors of one shape, each cut anywhere or held by all, trained in bf16 or fp32.
-    ``names`` has several of a tied one; files in ``folder`` hold the parameters, if these are to be read in place."""
+    """Shares out tensors over three ranks, cut anywhere or held by all; those of one tuple of ``names`` are tied."""
 
     def __init__(
         self,

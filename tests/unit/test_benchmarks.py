@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks without a run: command lines, what the probe notes, medians, searches, tables."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``.ci/budget.py``: the size of the project only goes down."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control channel: what is refused, who is let in, and that every wait has a bound. Messages that
-come back as they were: the syncs of ``tests/contract``."""
-
-from __future__ import annotations
+"""Covers the control channel: what is refused, who is let in, and that every wait has a bound."""
 
 import os
 import socket
@@ -17,15 +14,9 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
+from verl_sync_plugin.transport import channel as transport
 from verl_sync_plugin.transport import protocol
-from verl_sync_plugin.transport.channel import (
-    BadMessageError,
-    Channel,
-    ChannelClosedError,
-    ChannelTimeoutError,
-    Listener,
-    connect,
-)
+from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError, Listener, connect
 
 WAIT, BOUND, NOBODY = 20.0, 0.5, 65534
 
@@ -93,7 +84,7 @@ def test_a_message_that_nobody_takes_ends_in_a_timeout() -> None:
 def test_what_is_no_message_is_refused_at_once(data: bytes, text: str) -> None:
     bare, channel = pair()
     bare.sendall(data)
-    with bounded(), pytest.raises(BadMessageError, match=text):
+    with bounded(), pytest.raises(transport.BadMessageError, match=text):
         channel.receive(WAIT)
     with pytest.raises(ChannelClosedError):
         channel.receive(WAIT)

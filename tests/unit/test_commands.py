@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``verl-sync doctor`` on the healthy stack, in environments that are really broken, and on machines and clusters that
-cannot all be here; and what ``verl-sync prove`` refuses. Its proofs: ``tests/e2e/test_prove.py``."""
-
-from __future__ import annotations
+"""Covers ``verl-sync doctor`` on healthy, broken and other machines, and what ``verl-sync prove`` refuses."""
 
 import importlib.metadata
 import itertools
@@ -40,14 +37,10 @@ POLICY, MODULES, PLATFORM = "VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_EXTERNAL_MODU
 real = pytest.mark.timeout(400)
 
 
-# In a fresh process
-
-
 @pytest.mark.slow
 @real
 def test_healthy_stack_is_ready(tmp_path: Path, tiny_model: Any) -> None:
-    """With a whole command that was pasted, whose model is there; in the quickstart's environment, and without
-    ``VERL_PLATFORM``."""
+    """Checks a whole pasted command whose model is there, in the quickstart's environment."""
     model = f"actor_rollout_ref.model.path={tiny_model('qwen2')}"
     told = doctor(tmp_path, "--", *COMMAND.split(), model, f"{ROLLOUT}.quantization=fp8", VERL_PLATFORM="")
     assert told.code == 0 and told.found["ready"] and not told.bad, told.bad
@@ -86,11 +79,8 @@ LATER = """
     wrapt.register_post_import_hook(later, "verl_sync_plugin.hooks.engines")
     """
 LEAVE_OUT = f"uninstall one of the two plugins, or leave the other one out: {POLICY}=verl_sync_plugin"
-STRANGER, BROKEN, AGAIN = (
-    "other_plugin.Stranger (of other-plugin)",
-    "ImportError: broken on purpose",
-    "pip install --force-reinstall",
-)
+STRANGER, BROKEN = "other_plugin.Stranger (of other-plugin)", "ImportError: broken on purpose"
+AGAIN = "pip install --force-reinstall"
 
 
 @pytest.mark.slow
@@ -108,8 +98,7 @@ def test_a_plugin_that_is_not_loaded_and_no_cluster(tmp_path: Path) -> None:
 @pytest.mark.slow
 @real
 def test_hooks_that_are_not_active(tmp_path: Path) -> None:
-    """Another plugin took some later, a module of ours is broken, and a Megatron is installed that cannot be
-    imported."""
+    """Covers hooks that another plugin took, a broken module of ours, and a Megatron that cannot be imported."""
     site, ours = other_plugin(tmp_path, LATER), broken(tmp_path, "rollouts/sglang/loader.py")
     told = doctor(tmp_path, PYTHONPATH=os.pathsep.join((str(site), first_in_path(ours))))
     taken = [f"hook/{name}" for name in ("checkpoint-engine", "trainers", "rollout-adapter")]
@@ -133,8 +122,7 @@ def test_a_broken_plugin_is_to_be_installed_again(tmp_path: Path) -> None:
 
 @pytest.fixture
 def tell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Calls the doctor with these words, as JSON or as text, on such a machine, with such versions, and in such an
-    environment; ``says``: the version in the code of verl."""
+    """Calls the doctor on such a machine, with such versions and environment; ``says``: of verl's own code."""
     installed = importlib.metadata.version
 
     def told(
@@ -351,13 +339,8 @@ def test_overrides(words: str, level: str, text: str, remedy: str, tell: Callabl
         assert text in found["text"] and remedy in found["remedy"] and "\n" not in found["text"], found
 
 
-# ``verl-sync prove``
-
-
-def test_what_ends_the_run_for_want_of_memory_is_a_failed_check_with_a_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On the way to the device."""
+def test_prove_lacks_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Fails a check with a remedy."""
     (tmp_path / "config.json").write_text("{}")
 
     def full(*_: object, **__: object) -> None:

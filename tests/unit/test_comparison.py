@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks what a trainer makes of load maps: what it refuses before anything is sent, and which syncs it verifies. Loads
-of SGLang's models that leave something out or change it: ``contract/test_engine_models.py``."""
-
-from __future__ import annotations
+"""Checks what a trainer makes of load maps: what it refuses before anything is sent, and which syncs it verifies."""
 
 from typing import Any
 
@@ -52,9 +49,7 @@ def learned(
     return comparison
 
 
-IN_PART = msgspec.structs.replace(
-    with_one_more(buffer=True), moves=(*COMPLETE.moves, Move(1, 2, "bfloat16", Box(0, 0)))
-)
+IN_PART = msgspec.structs.replace(with_one_more(True), moves=(*COMPLETE.moves, Move(1, 2, "bfloat16", Box(0, 0))))
 UNKNOWN = LoadMap("Model", 3, left=tuple(Left(n, "raises", "", ()) for n in range(2)), unknown="KeyError: 7")
 
 
@@ -75,9 +70,7 @@ def test_what_is_left_unwritten_is_named(found: LoadMap, known: dict[str, Any], 
         learned(found, **known)
 
 
-def test_a_map_that_explains_everything_and_constants_that_are_left_to_a_host_copy(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_map_that_explains_everything_and_constants_left_to_a_host_copy(capsys: pytest.CaptureFixture[str]) -> None:
     comparison = learned(COMPLETE)
     assert comparison.knows(PLAN) and comparison.compared == (0, 1) and not comparison.left_out
     comparison.forget()

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks, the hash, and the kernel: compiled on a GPU, in Triton's interpreter without one. Packing by the kernel's
-tables gives the bytes of packing one slice after another, and finds a NaN or Inf, whose parameter is then named."""
-
-from __future__ import annotations
+"""Covers blocks, the hash, the kernel (compiled, or in Triton's interpreter), packing, and how a NaN is named."""
 
 import ctypes
 import itertools
@@ -41,8 +38,7 @@ def test_kernel_in_the_interpreter() -> None:
 
 
 def test_factors_are_no_simple_function_of_the_place() -> None:
-    """Patterns in which a factor linear in the place lets changes cancel out: all pairs of swapped rows of an identity
-    matrix in bfloat16, and blocks of equal words in another place."""
+    """Swaps rows of an identity matrix, and moves blocks of equal words, for which linear factors cancel out."""
     size = 512
     row = torch.arange(size)
     word = row[:, None] * (size // 4) + row // 4
@@ -104,9 +100,6 @@ def test_kernel_copies_casts_and_hashes_like_plain_torch(block: Block, device: s
     assert torch.equal(copied, expected) and not any(hashed)
 
 
-# In which order the rows of a copy are read that lie on several devices
-
-
 @pytest.mark.parametrize("shares", [(1.0,), (0.25,) * 4, (0.79, 0.07, 0.07, 0.07)])
 def test_every_home_is_read_evenly_and_in_its_own_order(shares: tuple[float, ...]) -> None:
     chance = np.random.default_rng(0)
@@ -121,9 +114,6 @@ def test_every_home_is_read_evenly_and_in_its_own_order(shares: tuple[float, ...
         assert read.max() - read.min() < 2 * ROW_BYTES / everything.min()
     for home in range(len(shares)):
         assert (np.diff(order[homes[order] == home]) > 0).all()
-
-
-# The hash in plain torch operations: what it is defined to be, and in little memory
 
 
 def hash_of_words(data: bytes, places: list[int]) -> int:
@@ -170,9 +160,6 @@ def test_hash_takes_little_memory() -> None:
         status = Path("/proc/self/status").read_text()
         peaks.append(int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]))
     assert peaks[-1] - peaks[0] < 16 << 10, "KiB, of 32 MiB of data"
-
-
-# Buckets are packed
 
 
 CPU = torch.device("cpu")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU stack is off unless asked for, and corrects what it should when on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that what the documentation names is there: files, links, keys, results; and runs its commands, or where they
-need a cluster composes and parses them. A command that no check below knows fails: a new one needs a check. The
-quickstart's ``main_ppo`` is a stand-in here, and real in ``tests/e2e``."""
-
-from __future__ import annotations
+"""Checks that what the documentation names is there, and runs or parses its commands; an unknown one needs a check."""
 
 import json
 import os
@@ -114,9 +110,6 @@ def test_sentences_are_short(page: Path) -> None:
     assert page.name == "CHANGELOG.md" or [each for each in sentences if len(each.split()) > 25] == []
 
 
-# The tables that ``make families`` and ``make releases`` write are those of the tests and of the pinned stack
-
-
 def test_every_release_and_family_has_its_row_and_the_readme_names_the_releases() -> None:
     found = rows()
     pages.check(PAGE, "releases", table(found))
@@ -127,9 +120,6 @@ def test_every_release_and_family_has_its_row_and_the_readme_names_the_releases(
     _, _, *lines = pages.part((ROOT / "docs" / "families.md").read_text(), "families").splitlines()
     names = [name for line in lines for name in line.split(" | ")[0].strip("| ").split("; ")]
     assert sorted(names) == sorted(FAMILIES), "write it again: make families"
-
-
-# Commands and blocks of code
 
 
 OF_COMMANDS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -265,9 +255,6 @@ def test_verl_reads_and_rewards_a_row_of_the_example_data(tmp_path: Path, tiny_m
         row("?", "no number", "test", 7)
 
 
-# What the quickstart's script shows and leaves
-
-
 STAND_IN = """#!/bin/bash
 case "$*" in
     *verl_sync_plugin.cli*) exec {python} "$@" ;;
@@ -294,9 +281,7 @@ def quickstart(folder: Path, **environment: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
 
 
-def test_the_quickstart_ends_with_five_lines_and_leaves_log_and_page_or_shows_the_end_of_the_log(
-    tmp_path: Path,
-) -> None:
+def test_the_quickstart_ends_with_five_lines_and_leaves_log_and_page_or_shows_the_logs_end(tmp_path: Path) -> None:
     """Without syncs, or with a file of the user's for the reports, it makes no page."""
     ended, work = quickstart(tmp_path), tmp_path / "work"
     first, sync, one, two, *last = ended.stdout.splitlines()

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of a run in the driver: what it refuses, by key, value and remedy, and which plain values it hands on.
-
-LoRA's keys: ``test_lora_keys.py``; models and runs that stock verl takes over: ``test_stepping_aside.py``.
-"""
-
-from __future__ import annotations
+"""Covers the keys of a run in the driver: what is refused by key, value and remedy, and what is handed on."""
 
 import re
 from collections.abc import Callable
@@ -18,21 +13,14 @@ from verl.utils.config import omega_conf_to_dataclass
 
 import hydra_run
 from hydra_run import CONFIG_DIR, composed, config_of, refused, rollout_of
-from verl_sync_plugin.config.settings import (
-    DEFAULT_MEGABYTES,
-    KEY_PREFIX,
-    LONG_BUCKET_KEY,
-    SEPARATE_BACKEND,
-    SHORT_BUCKET_KEY,
-    SyncConfig,
-    sync_config_of,
-)
+from verl_sync_plugin.config import settings
+from verl_sync_plugin.config.settings import LONG_BUCKET_KEY, SHORT_BUCKET_KEY, SyncConfig, sync_config_of
 from verl_sync_plugin.hooks import driver
 
-ROLL, SYNC = "actor_rollout_ref.rollout", KEY_PREFIX
+ROLL, SYNC = "actor_rollout_ref.rollout", settings.KEY_PREFIX
 MODEL, MEGATRON = "actor_rollout_ref.model", "actor_rollout_ref.actor.megatron"
 SGL, CUSTOM = f"{ROLL}.engine_kwargs.sglang", f"{ROLL}.custom"
-OURS = f"{ROLL}.checkpoint_engine.backend={SEPARATE_BACKEND}"
+OURS = f"{ROLL}.checkpoint_engine.backend={settings.SEPARATE_BACKEND}"
 GPUS = f"{ROLL}.n_gpus_per_node"
 SEPARATE = ("+sync=separate", f"{ROLL}.nnodes=1", f"{GPUS}=2")
 SERVED_LORA = (f"{MODEL}.lora.rank=8", f"{MODEL}.lora.merge=False")
@@ -140,11 +128,11 @@ def test_a_separate_rollout_may_keep_its_requests_and_its_backend_gets_the_setti
     # As in a config of verl's one_step_off, which does not read the trainer's mode
     keys = (f"{SYNC}.pause=retract", f"{SYNC}.timeout_seconds=60", f"{ROLL}.dtype=float16")
     rollout = rollout_of(OURS, "+rollout.nnodes=1", *keys)
-    given = rollout.checkpoint_engine.engine_kwargs[SEPARATE_BACKEND]
+    given = rollout.checkpoint_engine.engine_kwargs[settings.SEPARATE_BACKEND]
     assert given.sync == {**given.sync, "timeout_seconds": 60, "pause": "retract"}
     assert (given.dtype, given.rollout) == ("float16", "sglang")
     engine = rollout_of(*SEPARATE).checkpoint_engine
-    assert (engine.backend, engine.update_weights_bucket_megabytes) == (SEPARATE_BACKEND, 512)
+    assert (engine.backend, engine.update_weights_bucket_megabytes) == (settings.SEPARATE_BACKEND, 512)
 
 
 def test_an_error_that_nobody_foresaw_ends_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,13 +151,10 @@ def test_an_error_that_nobody_foresaw_ends_the_driver(monkeypatch: pytest.Monkey
             rollout_of(f"{key}=1")
 
 
-# What is handed on
-
-
 STOCK = OmegaConf.load(CONFIG_DIR / "rollout" / "rollout.yaml")
 STOCK_MEGABYTES = STOCK.checkpoint_engine.update_weights_bucket_megabytes
 BUCKETS = {
-    (): DEFAULT_MEGABYTES,
+    (): settings.DEFAULT_MEGABYTES,
     (f"{SHORT_BUCKET_KEY}=64",): 64,
     (f"{LONG_BUCKET_KEY}=256",): 256,
     (f"{LONG_BUCKET_KEY}={STOCK_MEGABYTES}",): STOCK_MEGABYTES,
@@ -254,7 +239,7 @@ def test_every_job_of_a_multirun_is_checked_and_settled_in_the_trainer(tmp_path:
         OmegaConf.resolve(config)
         driver.settle(config, resolved=True)
     ours, stock = (config.actor_rollout_ref.rollout for config in jobs)
-    assert ours.update_weights_bucket_megabytes == DEFAULT_MEGABYTES and ours.multi_stage_wake_up is True
+    assert ours.update_weights_bucket_megabytes == settings.DEFAULT_MEGABYTES and ours.multi_stage_wake_up is True
     assert stock.multi_stage_wake_up == STOCK.multi_stage_wake_up and OmegaConf.to_container(stock.custom) == OFF
     assert stock.checkpoint_engine.update_weights_bucket_megabytes == STOCK_MEGABYTES
 
@@ -269,9 +254,6 @@ def test_a_multirun_without_a_trainer_that_settles_is_told_what_to_set(tmp_path:
     ):
         with pytest.raises(SystemExit, match=rf"--multirun.*{said}"):
             hydra_run.multirun(tmp_path, *given, "trainer.use_v1=False")
-
-
-# Values, as every process checks them
 
 
 @pytest.mark.parametrize("wrap", [dict, OmegaConf.create])

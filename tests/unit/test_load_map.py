@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of bytes, the runs of a box, and what follows from load maps, against sets of single bytes and elements."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
@@ -14,26 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_sync_plugin.layout.load_map import (
-    Box,
-    Constant,
-    Left,
-    LoadMap,
-    Move,
-    StateTensor,
-    Storage,
-    box_of,
-    box_runs,
-    box_spans,
-    own_box,
-    owners_of,
-    read_parts,
-    spans_of,
-    unused,
-    unwritten,
-    weigh,
-    wire_dtypes,
-)
+from verl_sync_plugin.layout import load_map as maps
+from verl_sync_plugin.layout.load_map import Box, Constant, Left, LoadMap, Move, StateTensor, Storage
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Partition, Run, compose, in_step
 from verl_sync_plugin.layout.tensors import Base, Entry, View, numbers_of
@@ -122,10 +102,7 @@ def test_few_runs_where_rows_lie_at_one_stride() -> None:
         (1, (64, 9, 4), (0, 0, 4), (64, 9, 8)),  # columns of all experts
         (2, (2, 3, 4), (1, 2, 3), (8, 9, 8)),
     ):
-        assert len(box_runs(*box)) == runs
-
-
-# Boxes and load maps
+        assert len(maps.box_runs(*box)) == runs
 
 
 BF16, FP32 = "bfloat16", "float32"
@@ -169,15 +146,15 @@ def test_a_box_is_what_a_copy_moves(seed: int) -> None:
         target = torch.arange(1000)[3:][: source.numel()].reshape(source.shape[::-1])
         target = target.permute(*reversed(range(source.dim())))
         first = int(source.storage_offset()), int(target.storage_offset())
-        box = box_of(source.shape, source.stride(), target.stride(), *first)
+        box = maps.box_of(source.shape, source.stride(), target.stride(), *first)
         expected = dict(zip(source.flatten().tolist(), target.flatten().tolist(), strict=True))
         assert dict(elements_of(box)) == expected and box.numel == len(expected)
         runs = box.runs(2)
         bytes_of = {2 * s + b: 2 * t + b for s, t in expected.items() for b in range(2)}
         assert dict(move for run in runs for move in moves(run)) == bytes_of
         assert len(runs) == box.run_count
-        assert covered(spans_of([box_spans(box, True)])) == set(expected)
-        assert covered(spans_of([box_spans(box, False, 2)])) == set(bytes_of.values())
+        assert covered(maps.spans_of([maps.box_spans(box, True)])) == set(expected)
+        assert covered(maps.spans_of([maps.box_spans(box, False, 2)])) == set(bytes_of.values())
         packed = elements_of(box.packed())
         assert sorted(t for _, t in packed) == list(range(box.numel)) and {s for s, _ in packed} == set(expected)
 
@@ -193,33 +170,32 @@ def test_what_is_skipped_or_no_element_is_not_left_out() -> None:
     """Tensors that are: ``contract/test_engine_models.py``."""
     flat = Entry("a", FP32, (8,), None, 32, ())
     some = moved((0, WHOLE), skipped=((1, "nobody needs it"),))
-    assert unused(dict.fromkeys("abc", flat), {0: 0, 1: 1, 2: 2}, [some]) == [(2, 32, 32)]
+    assert maps.unused(dict.fromkeys("abc", flat), {0: 0, 1: 1, 2: 2}, [some]) == [(2, 32, 32)]
     columns = Entry("a", BF16, (4, 3), (8, 1), 54, ())  # rows with gaps
-    assert unused({"a": columns}, {0: 0}, [moved((0, own_box((4, 3), (8, 1))), dtype=BF16)]) == []
-    assert unused({"a": columns}, {0: 0}, [moved((0, Box(0, 0, ((2, 8, 3), (3, 1, 1)))))]) == [(0, 12, 24)]
+    assert maps.unused({"a": columns}, {0: 0}, [moved((0, maps.own_box((4, 3), (8, 1))), dtype=BF16)]) == []
+    assert maps.unused({"a": columns}, {0: 0}, [moved((0, Box(0, 0, ((2, 8, 3), (3, 1, 1)))))]) == [(0, 12, 24)]
 
 
 def test_what_a_sync_leaves_unwritten() -> None:
-    storages = (
+    stores = (
         Storage("x", (StateTensor("x", FP32, WHOLE, False), StateTensor("y", FP32, Box(8, 8, ((2, 1, 1),)), True))),
         Storage("z", (StateTensor("z", BF16, WHOLE, False),)),
     )
-    found = LoadMap(
-        storages=storages, moves=(Move(0, 0, FP32, UPPER),), constants=(Constant(0, ((16, 24),), bytes(4)),)
-    )
-    assert [(kept.name, wrote, of) for kept, wrote, of in unwritten(found)] == [("x", 6, 8), ("y", 0, 2), ("z", 0, 8)]
+    found = LoadMap(storages=stores, moves=(Move(0, 0, FP32, UPPER),), constants=(Constant(0, ((16, 24),), bytes(4)),))
+    wrote = [(kept.name, wrote, of) for kept, wrote, of in maps.unwritten(found)]
+    assert wrote == [("x", 6, 8), ("y", 0, 2), ("z", 0, 8)]
     assert found.tensor_count == 3
-    theirs = LoadMap(storages=storages, moves=found.moves, theirs=((0, ((16, 40),)), (1, ((0, 15),))))
-    assert [(kept.name, wrote) for kept, wrote, _ in unwritten(theirs)] == [("z", 7)], "half an element is none"
+    theirs = LoadMap(storages=stores, moves=found.moves, theirs=((0, ((16, 40),)), (1, ((0, 15),))))
+    assert [(kept.name, wrote) for kept, wrote, _ in maps.unwritten(theirs)] == [("z", 7)], "half an element is none"
 
 
 def test_which_dtypes_travel() -> None:
     one = LoadMap(moves=(Move(0, 0, BF16, WHOLE), Move(1, 1, BF16, WHOLE)), left=(Left(2, "", "", ()),))
     other = LoadMap(moves=(Move(0, 0, FP32, WHOLE), Move(0, 1, BF16, WHOLE)), left=(Left(2, "", BF16, ()),))
-    assert wire_dtypes("abc", [one]) == {"a": BF16, "b": BF16, "c": ""}
-    assert wire_dtypes("abc", [other]) == {"a": FP32, "c": BF16}
-    for maps in ([one, other], [other, one]):
-        assert wire_dtypes("abc", maps) == {"a": FP32, "b": BF16, "c": ""}
+    assert maps.wire_dtypes("abc", [one]) == {"a": BF16, "b": BF16, "c": ""}
+    assert maps.wire_dtypes("abc", [other]) == {"a": FP32, "c": BF16}
+    for both in ([one, other], [other, one]):
+        assert maps.wire_dtypes("abc", both) == {"a": FP32, "b": BF16, "c": ""}
 
 
 def test_whose_bytes_are_counted() -> None:
@@ -230,10 +206,10 @@ def test_whose_bytes_are_counted() -> None:
     buckets = [bucket.entries for bucket in plan_buckets(tuple(bases), 1 << 10).buckets]
     numbers = numbers_of(buckets)
     assert list(numbers) == ["embed", "head", "odd", "strange", "z"]
-    owners = owners_of(buckets)
+    owners = maps.owners_of(buckets)
     assert owners == {0: 1, 1: 1, 2: -1, 3: -1, 4: 4}
     copied = moved((0, WHOLE), (1, UPPER), (2, WHOLE), left=(Left(4, "", "", ()),))
-    assert read_parts(copied, buckets, owners) == [(1, WHOLE), (1, UPPER), (2, None), (4, None)]
+    assert maps.read_parts(copied, buckets, owners) == [(1, WHOLE), (1, UPPER), (2, None), (4, None)]
 
 
 ALL = Box(0, 0, ((96, 1, 1),))
@@ -253,10 +229,9 @@ def test_parts_are_weighed_so_that_every_element_counts_alike() -> None:
         many = Counter(element for part in parts for element in part)
         alike = len(many) == 96 and all(len({many[element] for element in part}) == 1 for part in parts)
         times = math.lcm(*many.values()) if alike else -1
-        (weighed, once), factors = weigh([96, 7], [*ranks, [(1, None)]])
+        (weighed, once), factors = maps.weigh([96, 7], [*ranks, [(1, None)]])
         assert (weighed, once, factors.pop()) == (times, 1, [1]), ranks
-        assert [each for of_rank in factors for each in of_rank] == [
-            times // many[part[0]] if alike else 0 for part in parts
-        ], ranks
+        wanted = [times // many[part[0]] if alike else 0 for part in parts]
+        assert [each for of_rank in factors for each in of_rank] == wanted, ranks
         found.add(times)
     assert {-1, 1, 2, 3, 6} <= found

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loader follows only who launched its engine; the whole way through SGLang is in ``bare_engine``."""
 
-from __future__ import annotations
-
 import io
 import sys
 import uuid
@@ -85,9 +83,7 @@ def test_any_other_request_is_refused_without_touching_the_model(
     assert token not in said and listener.accept(0) is None and not sessions.called
 
 
-def test_an_engine_rank_that_cannot_come_says_why_in_its_log(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_that_cannot_come_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     loader.load(Model(), asked("@nobody"))
     monkeypatch.setattr(protocol, "PROTOCOL_VERSION", -1)
     other = asked("@nobody")

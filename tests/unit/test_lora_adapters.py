@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters: merging any consecutive part of a weight equals the same part of PEFT's own merge, for shapes and ranks at
-random; and what an engine that serves an adapter would leave out is refused by name."""
-
-from __future__ import annotations
+"""Compares any part of a merged weight with PEFT's own merge, and names what an engine would leave out."""
 
 import itertools
 import random
@@ -112,9 +109,7 @@ def test_any_part_equals_pefts_merge(experts: bool, settings: Any, seed: int, dt
 
 @pytest.mark.parametrize(("switch", "value"), [("allow_tf32", True), ("fp32_precision", "tf32")])
 @pytest.mark.parametrize("dora", [False, True])
-def test_a_trainer_that_allows_tf32_is_merged_without_it(
-    switch: str, value: Any, dora: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_merging_does_without_tf32(switch: str, value: Any, dora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     switches, found = torch.backends.cuda.matmul, set[str]()
     if not hasattr(switches, switch):
         pytest.skip("this torch has one switch only")
@@ -140,15 +135,10 @@ def test_a_grouped_convolution_is_refused_by_name() -> None:
         Adapters(adapted(model))
 
 
-# Adapters that the engine serves
-
-
 @pytest.mark.parametrize(
     ("norm", "bias", "named"), [(False, False, ""), (True, False, "norm.weight"), (False, True, "expert_bias")]
 )
-def test_what_else_megatron_trains_is_refused(
-    norm: bool, bias: bool, named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_megatron_trains_too_is_named(norm: bool, bias: bool, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     adapted = torch.nn.ModuleDict({"adapter": torch.nn.Linear(2, 2)})
     chunk: Any = torch.nn.ModuleDict({"proj": adapted, "norm": torch.nn.LayerNorm(2)})
     chunk["norm"].requires_grad_(norm)

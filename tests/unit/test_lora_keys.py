@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA's keys in the driver: ``model.lora.*`` and the flat keys are one for the FSDP trainers, and what cannot be
-trained, merged or served is refused by key, value and remedy."""
-
-from __future__ import annotations
+"""Covers LoRA's keys in the driver: both ways to say them, and what cannot be trained, merged or served."""
 
 import importlib.util
 from pathlib import Path
@@ -16,7 +13,7 @@ from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, VeraConfi
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config
 from verl.workers.rollout.sglang_rollout.utils import lora_rank_of
 
-from contract.fsdp_models import ModelConfig
+from contract.fsdp_models import SIZES, ModelConfig
 from contract.sources import open_source
 from fresh_process import python
 from hydra_run import config_of, refused, rollout_of
@@ -26,10 +23,6 @@ MODEL = "actor_rollout_ref.model"
 LORA, PEFT = f"{MODEL}.lora", f"{MODEL}.lora.peft"
 STRATEGY, MEGATRON = "actor_rollout_ref.actor.strategy", "actor_rollout_ref.actor.megatron"
 FLAT = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
-SIZES: dict[str, Any] = {
-    "vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}  # fmt: skip
 
 
 def adapted(*overrides: str, merge: bool = True, strategy: str = "fsdp2") -> list[str]:
@@ -100,9 +93,7 @@ REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
 
 
 @pytest.mark.parametrize(("given", "shown", "remedy"), REFUSED, ids=[shown for _, shown, _ in REFUSED])
-def test_refused_by_key_value_and_remedy(
-    given: str | tuple[str, ...], shown: str, remedy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused(given: str | tuple[str, ...], shown: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, scipy=False)
     text = refused(*adapted(*((given,) if isinstance(given, str) else given)))
     assert shown in text and remedy in text.partition(shown)[2], text
@@ -127,9 +118,6 @@ SERVED = [
 def test_what_is_right_or_somebody_elses_passes() -> None:
     for given, merge in (*(((each,), True) for each in PASSES), *((each, False) for each in SERVED)):
         assert rollout_of(*adapted(*given, merge=merge)).custom.sync.enabled is True, given
-
-
-# Both ways to say it
 
 
 def settled(*overrides: str, strategy: str = "fsdp2") -> DictConfig:
@@ -212,9 +200,6 @@ def test_the_head_travels_where_the_adapter_makes_it_different(given: tuple[str,
         assert ("lm_head.weight" in sent) is (unties or not tied)
 
 
-# Adapters that the engine serves
-
-
 UNSERVABLE = (
     "use_rslora=True", "use_dora=True", "rank_pattern={'v_proj': 2}", "alpha_pattern={'v_proj': 2}",
     "modules_to_save=['lm_head']", "bias='all'", "lora_bias=True", "fan_in_fan_out=True",
@@ -278,7 +263,6 @@ def test_what_of_an_adapters_folder_is_refused(tmp_path: Path) -> None:
 
 
 # An adapted embedding or head: of which model, tied or not, what is refused, and by which strategies
-
 BOTH, LLAMA, GEMMA = ("fsdp", "fsdp2"), "LlamaForCausalLM", "Gemma2ForCausalLM"
 ALWAYS_TIED = (
     *(f"{each}ForCausalLM" for each in ("Cohere", "Cohere2", "Gemma", "Gemma2", "Gemma3", "Gemma3n", "GPTBigCode")),
@@ -330,9 +314,6 @@ def test_an_adapted_end_that_is_served_or_of_a_model_on_a_hub(tmp_path: Path) ->
     assert BY_TORCH[0] in refused(*adapted(*given, merge=False))
     rollout_of(*adapted(*given, merge=False, strategy="fsdp"))
     rollout_of(*adapted(f"{MODEL}.path=somebody/on-a-hub", HEAD))
-
-
-# Megatron
 
 
 @pytest.mark.parametrize("merge", [True, False])

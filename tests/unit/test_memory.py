@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that another process sees: staging memory in a file, and allocations on a device."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads of all kinds, however tensors are cut, staged and in place: exact, with the hashes of what was packed."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -64,9 +62,7 @@ def sender_of(loads: tuple[str, ...], folder: Path, bucket_bytes: int = 1 << 20,
     ],
     indirect=["device"],
 )
-def test_what_arrives_is_what_the_model_would_load(
-    seed: int, bucket_bytes: int, in_place: bool, device: str, tmp_path: Path
-) -> None:
+def test_syncs_do_as_the_models_load(seed: int, bucket_bytes: int, in_place: bool, device: str, tmp_path: Path) -> None:
     loads = PLAIN if in_place else tuple(LOADS)
     sender = sender_of(loads, tmp_path, bucket_bytes, seed)
     model, reference = Model(), Model()
@@ -115,9 +111,7 @@ def test_bytes_that_nobody_named_and_memory_that_is_gone_are_an_error(tmp_path: 
 
 
 @pytest.mark.parametrize("place", range(WORLD))
-def test_rows_are_read_from_all_ranks_in_turn_the_own_one_first(
-    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_read_in_turn_from_the_own_one_on(place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sender, homes, honest = sender_of(PLAIN, tmp_path), list[Any](), Copier.prepare
     monkeypatch.setattr(Copier, "prepare", lambda copier, blocks, *of: homes.extend(of) or honest(copier, blocks))
     sender.in_place(sender.receiver(Model()), place)
@@ -132,9 +126,6 @@ def test_without_a_cuda_driver_parameters_are_staged(monkeypatch: pytest.MonkeyP
     memory.driver.cache_clear()
     with pytest.raises(RuntimeError, match="no CUDA driver"):
         memory.driver()
-
-
-# Whole tensors out of buckets, for models that load them by themselves
 
 
 class Adding(torch.nn.Module):
@@ -165,10 +156,8 @@ FIRST, SECOND = "q_a_proj.weight", "kv_a_proj_with_mqa.weight"
         ([f"l.0.{FIRST}", "m.after"], [{0}, {1}]),  # it does not wait for a half that is not sent
     ],
 )
-def test_torn_tensors_arrive_whole_and_pairs_in_one_load(
-    names: list[str], together: list[set[int]], seed: int, bucket_bytes: int
-) -> None:
-    """In every engine rank that reads the slots, whatever another one's model does to them."""
+def test_torn_tensors_arrive_whole(names: list[str], together: list[set[int]], seed: int, bucket_bytes: int) -> None:
+    """Covers pairs in one load, and two engine ranks of which each changes what it is given."""
     sender = Sender([(name,) for name in names], (8, 4), bucket_bytes, seed)
     models = [Adding(names), Adding(names)]
     loads = [sender.receiver(model) for model in models]

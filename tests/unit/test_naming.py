@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Under which names, and in which parts, a trainer's tensors travel."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other releases of verl and transformers than those installed, from folders; no training (see ``tests/e2e``)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -22,9 +20,7 @@ SINCE_0_9_0 = {
 }
 
 
-def test_what_differs_in_an_older_verl_is_known_and_the_doctor_finds_every_hook(
-    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:
+def test_an_older_verl_differs_as_known_and_is_served(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     folder = folder_with(tmp_path_factory, "verl==0.9.0")
     assert differences(folder).keys() == SINCE_0_9_0
     told = doctor(tmp_path, PYTHONPATH=first_in_path(folder))
@@ -32,9 +28,7 @@ def test_what_differs_in_an_older_verl_is_known_and_the_doctor_finds_every_hook(
     assert told.findings["version/verl"]["text"] == "verl 0.9.0"
 
 
-def test_a_verl_that_cannot_run_the_plugin_is_one_finding(
-    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:
+def test_a_verl_that_cannot_run_it_is_one_finding(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     """In the processes of a run: ``test_plugin_loading.py``."""
     told = doctor(tmp_path, PYTHONPATH=first_in_path(folder_with(tmp_path_factory, "verl==0.8.0")))
     assert told.code == 1 and told.findings["version/verl"]["text"].startswith("verl 0.8.0: verl 0.9 or newer, ")

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner, against a simulation of ranks that fill their segments and a receiver that cuts them up again: bases
-that all ranks share, and parts that different ranks hold."""
-
-from __future__ import annotations
+"""Checks the planner against a simulation of ranks that fill their segments and a receiver that cuts them up."""
 
 import dataclasses
 from collections import Counter
@@ -168,9 +165,7 @@ def test_every_byte_arrives_once_and_in_place_within_bounds(model: Model) -> Non
     for bucket in plan.buckets:
         assert bucket.slices, "an empty bucket"
         assert bucket.nbytes == bucket.world * bucket.stride <= bucket_bytes and bucket.stride % ALIGNMENT == 0
-        assert {len(plan.bases[part.base].lengths) for part in bucket.slices} == {bucket.world}, (
-            "no replica is gathered"
-        )
+        assert {len(plan.bases[part.base].lengths) for part in bucket.slices} == {bucket.world}, "a replica travels"
         for part in bucket.slices:
             base = plan.bases[part.base]
             travels[part.base] += sum(max(part.count(base, rank), 0) for rank in range(bucket.world))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading by verl, in fresh processes: quick, and never silently absent."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

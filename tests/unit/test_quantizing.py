@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares what the kernel makes of matrices in fp8 with what verl's does, byte for byte. Triton's interpreter cuts
-where a GPU rounds: there scales are the same, and values next to each other."""
-
-from __future__ import annotations
+"""Compares the kernel's fp8 with verl's byte for byte; in Triton's interpreter, which cuts, they may be neighbours."""
 
 import itertools
 from functools import partial
@@ -39,10 +36,8 @@ class Whole(ParameterSource):
 
     def shards(self) -> list[Shard]:
         return [
-            Shard(
-                Base(name, "bfloat16", 2, (t.numel(),), (View(name, (*t.shape,), 0, t.numel()),)), partial(t.view, -1)
-            )
-            for name, t in self._state.items()
+            Shard(Base(n, "bfloat16", 2, (t.numel(),), (View(n, (*t.shape,), 0, t.numel()),)), partial(t.view, -1))
+            for n, t in self._state.items()
         ]
 
 
@@ -196,9 +191,7 @@ def prepare(sources: list[fp8.QuantizingSource], bases: tuple[int, ...]) -> None
 
 @pytest.mark.parametrize(("bucket_bytes", "torn"), [(400_000, True), (8 << 20, False)])
 @torch.no_grad()
-def test_an_engine_rank_quantizes_what_it_reads_in_place(
-    bucket_bytes: int, torn: bool, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_ranks_quantize_too(bucket_bytes: int, torn: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bytes and the same hashes as where trainer ranks quantize what they pack."""
     monkeypatch.setattr(fp8, "kernel_works", lambda device: True)
     monkeypatch.setattr(ParameterSource, "rank", property(lambda source: source.group.rank if source.group else 0))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks who may serve: managers by ``@register_sharding_manager``, and in verl's registries no other plugin."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import re
@@ -65,9 +63,6 @@ def test_what_is_no_manager_or_not_there_is_refused() -> None:
         object.__new__(Mine).open_source()
 
 
-# verl's registries
-
-
 class StrangeEngine(FSDPEngineWithLMHead):
     """Another plugin's."""
 
@@ -105,9 +100,7 @@ def test_an_engine_that_is_not_ours_is_named_in_the_first_sync(
 def test_a_missing_engine_is_named_where_verl_asks_for_its_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other processes may run on machines without an engine."""
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *more: None if name == "sglang" else find(name, *more)
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *more: None if n == "sglang" else find(n, *more))
     SyncRolloutConfig(name="sglang", mode="async")
     with pytest.raises(ValueError, match=r"rollout\.name='sglang': SGLang is not installed in "):
         RolloutReplicaRegistry.get("sglang")
@@ -120,9 +113,7 @@ def test_a_missing_engine_is_named_where_verl_asks_for_its_replica(monkeypatch: 
         (_ROLLOUT_REGISTRY, ("sglang", "async"), "rollout adapter"),
     ],
 )
-def test_a_key_that_was_taken_later_is_named_in_the_rollout_config(
-    registry: Any, key: Any, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_taken_later_is_named(registry: Any, key: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry, key, "other.Strange")
     SyncRolloutConfig(name="vllm", mode="async")
     text = f"verl's {what} for sglang is already taken by 'other.Strange'"

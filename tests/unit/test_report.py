@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks what a sync reports: its line, verl's metrics, lines that are said while it lasts; and what ``verl-sync
-report`` makes of older versions, several runs and broken files."""
-
-from __future__ import annotations
+"""Checks what a sync reports, and what ``verl-sync report`` makes of old versions, several runs and broken files."""
 
 import html
 import json
@@ -61,9 +58,8 @@ def test_the_phase_is_the_sum_of_its_stages_and_of_what_came_before() -> None:
 
 
 def test_the_line_fits_a_terminal() -> None:
-    assert report(delivery="direct", hashed_tensors=7).line() == (
-        "sync of step 3: 2.875 s, 7 tensors, 4.00 GB, direct, hashed 7"
-    )
+    said = report(delivery="direct", hashed_tensors=7).line()
+    assert said == "sync of step 3: 2.875 s, 7 tensors, 4.00 GB, direct, hashed 7"
     adapter = report(nbytes=230_000, tensors=0)
     assert adapter.line() == "sync of step 3: 2.875 s, 0 tensors, 0.23 MB, the adapter alone, hashed 0"
     many = {"global_steps": 10000, "tensors": 18867, "nbytes": 61 * 10**9, "verified_tensors": 18867}
@@ -91,9 +87,7 @@ def test_of_several_replicas_bytes_add_up_and_the_worst_of_the_rest_counts() -> 
     assert len(zeros) == 8 and not any(found[name] for name in zeros), zeros
 
 
-def test_a_sync_that_takes_long_says_how_far_it_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_long_sync_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     bases = tuple(Base(f"w{i}", "uint8", 1, (10**7,), (View(f"w{i}", (10**7,), 0, 10**7),)) for i in range(4))
     plan, measured = plan_buckets(bases, 10**7), SyncReport.begun(3, "M", rank=0)
     assert progress_line(measured, 6.2) == "sync of step 3: 6 s so far, no bucket handed over yet"
@@ -110,9 +104,6 @@ def test_a_sync_that_takes_long_says_how_far_it_is(
         assert bool(said) == bool(most) and len(said) <= most, said
         assert all("bucket 1 of 4, 0.01 of 0.04 GB, now in connect" in line for line in said)
     assert "sync progress" not in {thread.name for thread in threading.enumerate()}
-
-
-# ``verl-sync report``
 
 
 def line(step: int, rank: int = 0, pid: int = 7, **changes: Any) -> dict[str, Any]:
@@ -196,9 +187,7 @@ def test_figures_are_those_of_the_file_and_nothing_points_elsewhere(tmp_path: Pa
         ({"verified_tensors": 0, "hashed_tensors": 0}, "good: 1 hashed, 1 verified in the engine"),
     ],
 )
-def test_the_verdict_says_what_is_wrong_and_how_syncs_were_proven(
-    changes: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_the_verdict_says_what_is_wrong_and_what_is_proven(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     changed = line(1, device_used_bytes={}, manager="<script>", spans=[('"><script>', 1.0, 1.0)], **changes)
     page = page_of(written(tmp_path, line(0), changed))
     level, _, words = said.partition(": ")
@@ -230,9 +219,7 @@ def test_many_syncs_share_bars_and_the_worst_is_drawn(tmp_path: Path) -> None:
     assert len(page.cells["syncs"]) == 501 and len(page.markup) < 2_000_000
 
 
-def test_what_a_leader_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_leaders_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for step, folder in ((0, "nowhere/"), (0, ""), (1, "")):
         monkeypatch.setenv(REPORT_FILE_VARIABLE, str(tmp_path / f"{folder}reports.jsonl"))
         report = SyncReport.begun(step, "M", rank=3)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """When the trainer hands its cache back: what the rollout adapter decides with numbers of real devices, and learns."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -40,8 +38,7 @@ class Trainer:
             self.adapter._room._estimate = lambda total: 0
 
     def sync(self, *grown: tuple[int, int], staging: int = 0, activations: int = 0) -> tuple[bool, bool]:
-        """One sync, in which the engine's two resumes took so much on each rank's device. True for each before which
-        this rank's cache went; ``staging``: bytes that the trainer allocates before the first."""
+        """Syncs once; ``grown`` is what each rank's engine took. True for each resume before which the cache went."""
         used = [{"asleep": 0, "weights": first, "room": 9, "awake": 9 + rest} for first, rest in grown or [(0, 0)]]
         report = SyncReport(activation_bytes=activations, device_used_bytes=used[0])
         learnt = [{("asleep", "weights"): first, ("room", "awake"): rest} for first, rest in grown]
@@ -116,9 +113,7 @@ def test_then_it_looks_at_the_device_every_time(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("custom", "known"), [({SHARES_GPU: True}, True), ({}, False)])
-def test_next_to_another_engine_or_on_an_unknown_device_it_always_empties(
-    custom: dict[str, bool], known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_always_empties_when_in_doubt(custom: dict[str, bool], known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(monkeypatch, **custom)
     if not known:
         monkeypatch.setattr(adapter, "read_device", lambda device: None)

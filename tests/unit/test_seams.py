@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Knowledge of a rollout engine stays in its own folder, found in the code itself: imports, names and literals.
-
-Docstrings and comments may mention an engine. What import-linter checks too, it checks for imports at any place of a
-file, but not for ``importlib``, names, or texts.
-"""
-
-from __future__ import annotations
+"""Checks that code outside an engine's folder does not know it: imports at any place, names and literals."""
 
 import ast
 import re

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout on GPUs of its own: who may be in one group, whose weights are not the plugin's to send, and replicas
-that have died before a sync. One that dies in a sync: ``e2e/test_separate_async.py``."""
-
-from __future__ import annotations
+"""Covers rollouts on GPUs of their own: who may be in a group, whose weights are sent, and replicas that had died."""
 
 import asyncio
 from collections.abc import Iterator
@@ -57,9 +54,6 @@ def test_the_others_hear_of_a_stream_that_is_not_the_plugins() -> None:
     with pytest.raises(ValueError, match="plain weight stream"):
         asyncio.run(sender.send_weights(iter(()), 7))
     assert closed and member.ranks is None
-
-
-# Replicas that have died before a sync
 
 
 def actor(**answers: Any) -> Any:

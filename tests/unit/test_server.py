@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server actor between verl and a tokenizer manager that notes what it is asked for: the order of a sync, what a
-failure leaves, and what requests learn. What SGLang does then: ``tests/contract/test_pause_modes.py``."""
-
-from __future__ import annotations
+"""Covers the server actor on a tokenizer manager that notes calls; with a real SGLang: ``test_pause_modes.py``."""
 
 import asyncio
 import json
@@ -160,10 +157,8 @@ async def test_the_cache_is_flushed_once_and_a_flush_that_fails_locks_the_gate(m
         await ask(server)
 
 
-async def test_arguments_of_a_newer_verl_reach_its_own_methods_or_are_named(
-    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """But for those that ask for nothing."""
+async def test_new_arguments(make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Hands them to verl's own methods, or names them unless they ask for nothing."""
     server = make(Manager(), **COLOCATED)
     for name, more in (("abort_all_requests", {"reject_request": True}), ("resume_generation", {"soon": True})):
         monkeypatch.setattr(SGLangHttpServer, name, newer := AsyncMock())
@@ -231,9 +226,7 @@ async def test_a_pause_that_fails_holds_nobody(pause: str, make: Make, monkeypat
     assert (await asyncio.wait_for(ask(server), 1)).token_ids == [1]
 
 
-async def test_a_sync_that_nobody_begins_or_ends_is_waited_for_with_a_bound(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_sync_that_nobody_begins_or_ends_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "together_seconds", lambda seconds: 0.01)
     with pytest.raises(RuntimeError, match=r"waited 0\.01 s for its first sync; call"):
         await ask(make(Manager(), had_a_sync=False))
@@ -249,11 +242,8 @@ async def test_a_sync_that_nobody_begins_or_ends_is_waited_for_with_a_bound(
 
 @EVERY
 @pytest.mark.parametrize("fails", [False, True])
-async def test_a_late_end_of_a_sync_that_was_given_up_is_not_that_of_the_next(
-    pause: str, fails: bool, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server stood still in the last step of a sync: after it come that the sync was given up, and the next load,
-    during which the step goes on."""
+async def test_a_late_end_is_not_the_next(pause: str, fails: bool, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Covers a server that stands still in a sync's last step until that was given up and the next one loads."""
     manager, resumed = Manager(), asyncio.Event()
     server = make(manager, pause)
 
@@ -309,9 +299,7 @@ async def test_requests_that_outlive_an_abort_are_aborted_again_and_a_load_waits
 def test_a_scripts_engine_releases_memory_once_it_is_idle() -> None:
     """SGLang ends itself when it is asked to release a moment after its last answer."""
     server, flushed = object.__new__(ScriptServer), SimpleNamespace(success=True, message="")
-    manager = server.tokenizer_manager = mock.Mock(
-        flush_cache=AsyncMock(return_value=flushed), release_memory_occupation=AsyncMock()
-    )
+    manager = server.tokenizer_manager = AsyncMock(**{"flush_cache.return_value": flushed})
     server._unready = ""
     server.expect_updates(1.0)
     asyncio.run(server.release_tags(["kv_cache"]))
@@ -323,9 +311,7 @@ def test_a_scripts_engine_releases_memory_once_it_is_idle() -> None:
         asyncio.run(server.release_tags(["kv_cache"]))
 
 
-def test_metrics_that_no_trainer_logs_are_announced_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unlogged_metrics_are_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """As with a trainer that another plugin registered after ours, or verl's legacy one."""
     monkeypatch.setattr(report, "_said", set())
     monkeypatch.setattr(SyncSGLangReplica, "launch_servers", AsyncMock())
@@ -334,9 +320,6 @@ def test_metrics_that_no_trainer_logs_are_announced_once(
         replica = SyncSGLangReplica(0, config, SimpleNamespace(path="nowhere"), gpus_per_node=1)
         asyncio.run(replica.init_hybrid(SimpleNamespace(workers=[])))
         assert replica.syncs_weights is enabled and capsys.readouterr().out.count("NO SYNC METRICS") == said
-
-
-# Draft models of speculative decoding: a sync writes the target alone, and a draft outlives the engine's sleep
 
 
 def test_sglang_loads_into_the_target_and_not_into_the_draft(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,9 +358,8 @@ def test_a_draft_is_loaded_from_its_checkpoint_and_kept_while_the_engine_sleeps(
 
 
 @pytest.mark.parametrize(("architecture", "retained"), [("NemotronHForCausalLM", "1"), ("Qwen2ForCausalLM", None)])
-def test_the_host_copy_of_a_family_that_needs_one_is_allocated_once(
-    architecture: str, retained: str | None, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_copy_is_allocated_once(architecture: str, retained: str | None, make: Make, monkeypatch: Any) -> None:
+    """Where the family needs one."""
     monkeypatch.setattr(SGLangHttpServer, "launch_server", AsyncMock())
     monkeypatch.setattr(os, "environ", {})
     server = make(Manager(), **COLOCATED)
@@ -386,15 +368,10 @@ def test_the_host_copy_of_a_family_that_needs_one_is_allocated_once(
     assert os.environ.get("TMS_RETAIN_CPU_BACKUP") == retained
 
 
-# What SGLang made of its arguments is judged as the given ones are
-
-
 SAID = r"\.moe_runner_backend='flashinfer_trtllm' \(as SGLang resolved it at its launch\): .* set \S+=triton"
 
 
-def test_experts_that_blackwell_reorders_are_refused_once_launched(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_blackwell_reorders_are_refused(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run's, and a script's, by SGLang's own arguments, resolved as on a Blackwell GPU."""
     model = {**config_of("qwen3-moe"), "architectures": ["Qwen3MoeForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(model))
@@ -412,9 +389,9 @@ def test_experts_that_blackwell_reorders_are_refused_once_launched(
         asyncio.run(make(launched(), **COLOCATED).launch_server())
     assert TURN_OFF in str(caught.value)
     asyncio.run(make(launched(moe_runner_backend="triton"), **COLOCATED).launch_server())
-    fp8 = {"quantization": "fp8", "json_model_override_args": "{}"}
     for backend, refused in (("triton", nullcontext()), ("cutlass", pytest.raises(ValueError, match="='cutlass'"))):
-        server = make(launched(moe_runner_backend=backend, **fp8), **COLOCATED)
+        manager = launched(moe_runner_backend=backend, quantization="fp8", json_model_override_args="{}")
+        server = make(manager, **COLOCATED)
         object.__setattr__(server.config, "quantization", "fp8")
         with refused:  # its tables are lost in a sleep
             asyncio.run(server.launch_server())

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every config and main of the installed verl composes with the plugin as it does without, and to verl's own values.
-
-Run as a module with a file, this file writes there what it finds: once with the plugin, and once without.
-"""
-
-from __future__ import annotations
+"""Composes every config and main of verl with and without the plugin, in processes that run this file."""
 
 import ast
 import importlib

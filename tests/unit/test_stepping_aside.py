@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that no sync gets right, and runs that the plugin cannot serve and stock verl can: one line, and verl's own
-config leaves the driver.
-
-Refused where a key of the plugin was given, and where stock verl would be wrong without an error.
-"""
-
-from __future__ import annotations
+"""Covers models that no sync gets right, and runs that stock verl takes over with one line, or that are refused."""
 
 import json
 from pathlib import Path
@@ -33,11 +27,6 @@ OURS = f"{ROLLOUT}.checkpoint_engine.backend=sync_plugin"
 DENSE = {"mlp_only_layers": [0]}
 QWEN2, QWEN3_MOE = "Qwen2ForCausalLM", "Qwen3MoeForCausalLM"
 Given = tuple[str, ...]
-
-
-def words(value: Any) -> str | None:
-    """A case's name."""
-    return " ".join(value) if isinstance(value, tuple) else None
 
 
 def checkpoint(folder: Path, architecture: str, **config: Any) -> str:
@@ -76,7 +65,6 @@ IN_FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1
         ),
         (QWEN2, IN_FP8, (VEOMNI, FP8), (f"{STRATEGY}=veomni", "fp8 verl chooses by names what it quantizes")),
     ],
-    ids=words,
 )  # fmt: skip
 def test_stock_verl_moves_the_weights_and_one_line_says_so(
     architecture: str, config: dict[str, Any], overrides: Given, said: Given, tmp_path: Path,
@@ -145,7 +133,6 @@ def test_stock_verl_moves_the_weights_and_one_line_says_so(
         ),
         ("LlamaForCausalLM", {"quantization_config": {"bits": 4}}, (), ("its checkpoint is quantized",)),
     ],
-    ids=words,
 )  # fmt: skip
 def test_refused(architecture: str, config: dict[str, Any], overrides: Given, said: Given, tmp_path: Path) -> None:
     text = refused(checkpoint(tmp_path, architecture, **config), *overrides)
@@ -171,9 +158,7 @@ def test_refused(architecture: str, config: dict[str, Any], overrides: Given, sa
         ),
     ],
 )
-def test_what_is_plain_is_served(
-    architecture: str, config: dict[str, Any], arguments: dict[str, str], tmp_path: Path
-) -> None:
+def test_plain_is_served(architecture: str, config: dict[str, Any], arguments: dict[str, str], tmp_path: Path) -> None:
     given = [f"+{ARGUMENTS}.{key}={value}" for key, value in arguments.items()]
     given += [FP8] if config == IN_FP8 else []  # verl's fp8 takes the place of the checkpoint's own
     rollout = rollout_of(checkpoint(tmp_path, architecture, **config), *given)

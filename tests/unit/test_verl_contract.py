@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks what the plugin imports, overrides and calls of verl against the signatures that it was written for.
-
-``CONTRACT=write`` rewrites ``verl_contract.txt`` from the verl that is installed; look at each difference.
-"""
-
-from __future__ import annotations
+"""Checks what the plugin uses of verl against stored signatures; ``CONTRACT=write`` stores those installed."""
 
 import ast
 import importlib

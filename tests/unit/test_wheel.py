@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks what a plain ``pip install`` brings: modules, configs and entry points."""
 
-from __future__ import annotations
-
 import configparser
 import email
 import shutil

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """In which dtype a parameter travels: the engine's, and never wider than the trainer's."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -31,9 +29,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
         ("bfloat16", torch.int64, "float32", torch.int64, torch.int64),
     ],
 )
-def test_what_the_engine_keeps(
-    rollout: str, trained: torch.dtype, kept: str, before: torch.dtype, travels: torch.dtype
-) -> None:
+def test_what_is_kept(rollout: str, trained: torch.dtype, kept: str, before: torch.dtype, travels: torch.dtype) -> None:
     """Tensors of other names stay what they are."""
     policy = wire_policy(rollout)
     for names in (["a", "b"], ["a"], ["c"]):
@@ -55,9 +51,6 @@ def test_the_widest_of_what_lies_in_one_storage() -> None:
 def test_a_name_that_is_no_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match=r"rollout\.dtype='bf16': not a torch dtype\. Set .*rollout\.dtype=bfloat16\."):
         wire_policy("bf16")
-
-
-# Which names share a storage is seen in every sync, although a source looks closely only when something changed
 
 
 def names_of(shards: list[Shard]) -> list[list[str]]:

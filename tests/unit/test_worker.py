@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our trainer, and the actor workers and clients that it takes: in the place of verl's where the plugin is on, and
-verl's own in all else."""
-
-from __future__ import annotations
+"""Covers our trainer, its actor workers and its clients, in the place of verl's where the plugin is on."""
 
 import asyncio
 import math
@@ -133,15 +130,10 @@ def synced(patch: pytest.MonkeyPatch, rollout: Any, backend: str = "naive") -> A
     ("ours", "backend", "mode"),
     [(False, "naive", "auto"), (True, "nccl", "auto"), (True, "naive", "nccl"), (True, "naive", "delta_sharded")],
 )
-def test_other_rollouts_and_checkpoint_engines_are_verls(
-    ours: bool, backend: str, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_verls_is_left_to_verl(ours: bool, backend: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ActorRolloutRefWorker, "update_weights", AsyncMock(return_value="verl's"))
     made = synced(monkeypatch, SimpleNamespace(makes_room=ours), backend)
     assert asyncio.run(made.update_weights(7, mode)) == "verl's"
-
-
-# What the trainer logs after a step, and the guard on verl's difference of probabilities
 
 
 def test_active_in_every_step_of_a_run_that_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,9 +142,7 @@ def test_active_in_every_step_of_a_run_that_is_ours(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ray, "get", lambda report: report)
     server = SimpleNamespace(take_sync_report=SimpleNamespace(remote=lambda: reports[-1]))
     ours, stock = SimpleNamespace(syncs_weights=True, servers=[server]), SimpleNamespace()
-    stepped = ours_of(
-        monkeypatch, None, on_step_end=lambda made: vars(made).update(_pending_sync_metrics={"theirs": 2.0})
-    )
+    stepped = ours_of(monkeypatch, None, on_step_end=lambda it: vars(it).update(_pending_sync_metrics={"theirs": 2.0}))
     stepped.timing_raw = {}
     for replicas, expected in (([stock], {"theirs": 2.0}), ([stock, ours], {"theirs": 2.0, "sync/active": 1.0})):
         stepped.checkpoint_manager = SimpleNamespace(replicas=replicas)
@@ -193,9 +183,6 @@ def test_a_difference_of_probabilities_beyond_the_key_stops_the_run(
         assert stepped._compute_old_log_prob("batch", metrics={}) == "batch scored"
 
 
-# verl's client of separate rollouts, whose servers may die and may answer a call that spans a sync
-
-
 Parts = list[tuple[str, dict[str, Any]]]
 
 
@@ -230,9 +217,7 @@ WHOLE = {"global_steps": 8}
         ([("length", {"global_steps": None})], (None, None)),
     ],
 )
-def test_a_response_names_its_first_and_last_version(
-    parts: Parts, versions: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_of_a_response(parts: Parts, versions: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     output = asyncio.run(client_of(monkeypatch, parts).generate("request", prompt_ids=[1], sampling_params={}))
     fields = output.extra_fields
     assert (fields["min_global_steps"], fields["max_global_steps"]) == versions and not parts
@@ -247,9 +232,7 @@ def test_a_response_names_its_first_and_last_version(
         ("vllm", "nccl", "FullyAsyncLLMServerClient"),
     ],
 )
-def test_the_trainer_hands_out_ours_for_separate_rollouts(
-    name: str, backend: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_separate_rollouts_get_our_client(name: str, backend: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = client_of(monkeypatch, [], rollout_config(name, backend))
     assert type(found).__name__ == kind and found._only_hybrid
     assert type(pickle.loads(pickle.dumps(found))) is type(found)
@@ -263,9 +246,7 @@ def test_the_trainer_hands_out_ours_for_separate_rollouts(
         (RayTaskError("generate", "", HalfWrittenError("a replica died")).as_instanceof_cause(), []),
     ],
 )
-def test_what_a_dead_server_or_a_failed_sync_leaves_unanswered_is_asked_again(
-    error: Exception, gone: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_unanswered_is_asked_again(error: Exception, gone: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Another server gets the request, and the router forgets the one that died."""
     ours = client_of(monkeypatch, [("length", WHOLE)])
     asked = AsyncMock(side_effect=error)
@@ -284,9 +265,7 @@ def test_what_a_dead_server_or_a_failed_sync_leaves_unanswered_is_asked_again(
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("place", ["meta", "cpu"])  # a meta tensor is on no host, which is all that is asked
-def test_only_what_is_on_the_device_is_offloaded(
-    place: str, enabled: bool, listed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_device_memory_is_moved(place: str, enabled: bool, listed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     module = torch.nn.ParameterList([torch.empty(4, device=place)])
     made = synced(monkeypatch, rollout := AsyncMock(makes_room=True, make_room_for_weights=Mock()))
     made.actor = Mock(engine=Mock(is_param_offload_enabled=enabled, module=[module] if listed else module))

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For ``PYTHONPATH``, by which all processes of a run load it: counts what takes part in each sync from the third on.
-
-Notes files of the package that run, and collectives of the trainer. Parameters are moved to files at the start, which
-SGLang's processes can map as they can all device memory.
-"""
-
-from __future__ import annotations
+"""Counts files of the package and collectives in each sync from the third on; parameters lie in files, to be mapped."""
 
 import concurrent.futures.thread as pool
 import json

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For ``PYTHONPATH``, by which SGLang's processes load it: SGLang multiplies with fp8 weights on any CPU.
-
-By itself it does so on GPUs, and on CPUs with AMX, for which it packs the weights in another order.
-"""
-
-from __future__ import annotations
+"""Has SGLang multiply with fp8 weights on any CPU, as on GPUs; by itself it packs them for AMX."""
 
 from types import ModuleType
 from typing import Any
