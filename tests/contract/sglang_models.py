@@ -21,6 +21,7 @@ KINDS: dict[str, Family] = {
     "qwen3-moe": Family("qwen3_moe", {**HEADS, **EXPERTS, "num_experts": 8, "moe_intermediate_size": 32}),
     "deepseek-v3": FAMILIES["DeepSeek-V3"],
     "glm4-moe": FAMILIES["GLM-4.5"],
+    "gemma2": FAMILIES["Gemma 2"],
 }
 
 

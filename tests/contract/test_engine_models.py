@@ -72,17 +72,21 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
 
 @on_ranks(2, timeout=500)
 @torch.no_grad()
-def test_the_copy_of_a_routers_weight_follows_it(tmp_path: Path) -> None:
-    """SGLang makes it in the first forward, and reads nothing else from then on."""
-    model = models.build(models.start(tmp_path, "glm4-moe"))
-    routers = [each for each in model.modules() if "_weight_fp32" in each._buffers]
-    wire = Wire(model)
-    for seed in (1, 2, 3):
-        wire.sync(weights_of("glm4-moe", seed))
-        for router in routers:
-            router(torch.zeros(1, router.weight.shape[1]))
-            assert torch.equal(router._weight_fp32, router.weight.float()), seed
-    assert routers and wire.manager.report.replayed_tensors == len(wire.plan.names)
+def test_copies_of_weights_are_refreshed_where_graphs_read_them(tmp_path: Path) -> None:
+    """SGLang's GLM makes that of a router in its first forward, and its Gemma 2 that of a norm in every load."""
+    for kind, copy_of in (("glm4-moe", "_weight_fp32"), ("gemma2", "gemma_weight")):
+        model = models.build(models.start(tmp_path, kind))
+        layers = [each for each in model.modules() if copy_of in each._buffers]
+        wire, first = Wire(model), [each._buffers[copy_of] for each in layers]
+        for seed in (1, 2, 3):
+            wire.sync(weights_of(kind, seed))
+            for layer in layers if kind == "glm4-moe" else ():
+                layer(torch.zeros(1, layer.weight.shape[1]))
+            lie = [each._buffers[copy_of] for each in layers]
+            wanted = [each.weight.float() if kind == "glm4-moe" else each.weight + 1.0 for each in layers]
+            assert layers and all(map(torch.equal, lie, wanted)), (kind, seed)
+            assert all(a is b for a, b in zip(first, lie, strict=True) if a is not None), (kind, seed)
+            first = lie
 
 
 # Loaders that a model may give a parameter of its own, each of which does more, or another thing, than to copy; and why

@@ -57,11 +57,20 @@ def test_what_is_no_prompt_is_refused_by_name(ids: Any, sampling: Any, mask: Any
     assert words in str(caught.value)
 
 
-def test_the_engine_keeps_a_copy_for_a_family_that_is_not_known_to_be_covered() -> None:
-    spec = LocalSpec("folder", {"architectures": ["NewForCausalLM"]}, 2, "bfloat16", 0.4, True, True, SyncConfig())
-    launch = rollout_of("sglang").prepare_local(spec)
-    assert launch.arguments[0]["enable_weights_cpu_backup"]
-    assert launch.environment["TMS_RETAIN_CPU_BACKUP"] == "1"  # allocated once
+def test_the_engine_keeps_a_copy_of_what_a_sync_would_not_bring_back() -> None:
+    """A model that is not known, and tables of experts next to one that is."""
+    for name, more, copied in (
+        ("New", {}, True),
+        ("Qwen3Moe", {}, False),
+        ("Qwen3Moe", {"moe_runner_backend": "cutlass"}, True),
+        ("Qwen3Moe", {"moe_a2a_backend": "flashinfer"}, True),
+        ("Qwen3Moe", {"enable_weights_cpu_backup": True}, True),
+    ):
+        config: Any = {"architectures": [f"{name}ForCausalLM"]}
+        spec = LocalSpec("", config, 2, "bfloat16", 0.4, True, True, SyncConfig(), more)
+        launch = rollout_of("sglang").prepare_local(spec)
+        assert launch.arguments[0]["enable_weights_cpu_backup"] is copied, (name, more)
+        assert ("TMS_RETAIN_CPU_BACKUP" in launch.environment) is copied  # it is allocated once
 
 
 def test_engines_share_neither_ranks_nor_gpus_nor_span_hosts() -> None:

@@ -12,6 +12,7 @@ PACKAGE = Path(verl_sync_plugin.__file__).resolve().parent
 HOMES = ("rollouts/sglang/", "rollouts/__init__.py", "compat.py", "cli/")
 # What a file may know all the same: a key of verl's; the rollout's name, and those of its managers in logs
 ALLOWED = {
+    "rollouts/adapter.py": r"self\.config\.load_format",
     "verify.py": r"actor_rollout_ref\.rollout\.load_format",
     "sharding_manager.py": r"'sglang'|\w+SGLangSharding",
 }

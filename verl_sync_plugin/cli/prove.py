@@ -83,10 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
             text = " ".join(f"{error}".split()) or type(error).__name__
             memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or _OUT_OF_MEMORY.search(text)
             checks.append(Check("the run", False, f"{text} {_MORE_ROOM}" if memory else text))
-    passed = all(check.passed for check in checks)
     if os.environ.get("RANK", "0") == "0":
         print(table(checks, reports))
-    return 0 if passed else 1
+    return int(not all(check.passed for check in checks))
 
 
 def table(checks: Sequence[Check], reports: Sequence[SyncReport]) -> str:

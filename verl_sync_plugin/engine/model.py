@@ -81,7 +81,7 @@ class EngineModel(ABC):
         raise NotImplementedError
 
     def renew_copies(self) -> None:
-        """Writes once more what the model's forward has copied from parameters and keeps; called after every sync."""
+        """Refreshes copies of parameters that the model keeps for its forward; called after every sync."""
         return
 
     def after_load(self) -> None:

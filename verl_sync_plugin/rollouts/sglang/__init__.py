@@ -31,8 +31,8 @@ from verl_sync_plugin.rollouts.sglang.refusals import (  # noqa: F401  (some are
     RETAIN_COPY,
     UNSERVED,
     Rows,
-    covered,
     engine_arguments,
+    keeps_copy,
     left_to_verl,
     only,
     reason_against,
@@ -89,7 +89,6 @@ NOT_HERE: Rows = {
     "dtype": (only(None), "leave it out, and set dtype"),
     "mem_fraction_static": (only(None), "leave it out, and set gpu_memory_utilization"),
     "load_format": (only(None), "leave it out, and set random_weights"),
-    "enable_weights_cpu_backup": (only(None), "leave it out: it follows from the model"),
     "skip_tokenizer_init": (only(None), "leave it out: prompts and responses are token ids"),
     "dp_size": (only(None, 1), UNSERVED),
     "nnodes": (only(None, 1), UNSERVED),
@@ -147,8 +146,10 @@ def prepare_local(spec: LocalSpec) -> LocalLaunch:
     for rows in (NOT_HERE, REFUSED):
         refuse_arguments(spec.arguments.get, "engine", "leave it out", rows=rows)
     # On a CPU nothing is ever released, and copied even less
-    keeps_copy = spec.cuda and not covered(architectures)
-    variable = {"SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"} | ({RETAIN_COPY: "1"} if keeps_copy else {})  # as verl
+    copied = spec.cuda and keeps_copy(architectures, spec.arguments)
+    variable = {"SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"} | (
+        {RETAIN_COPY: "1"} if copied else {}
+    )  # verl skips it, too
     if not spec.cuda:  # SGLang wants to know which cores each of its ranks has
         variable = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(spec.tensor_parallel_size)))}
     arguments = {
@@ -161,7 +162,7 @@ def prepare_local(spec: LocalSpec) -> LocalLaunch:
         "dtype": spec.dtype,
         "mem_fraction_static": spec.gpu_memory_utilization,
         "load_format": "dummy" if spec.random_weights else "auto",
-        "enable_weights_cpu_backup": keeps_copy,
+        "enable_weights_cpu_backup": copied,
         "skip_tokenizer_init": True,
         "custom_weight_loader": [*(spec.arguments.get("custom_weight_loader") or []), f"{LOADER}.load"],
     }

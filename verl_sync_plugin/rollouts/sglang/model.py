@@ -19,8 +19,9 @@ from verl_sync_plugin.rollouts.sglang.refusals import ARGUMENTS
 # A tied model's one weight as checkpoints have it, and its second name, which most checkpoints leave out
 EMBEDDING = re.compile(r"(?:[a-z_]+\.)*embed_tokens\.weight")
 HEAD = "lm_head.weight"
-# In fp32, of GLM's MoEs in SGLang 0.5.12 to 0.5.14; CUDA graphs read it where it lies
-ROUTER_COPY = "_weight_fp32"
+# CUDA graphs read these where they first lay. The router's weight of GLM's MoEs in fp32, in SGLang 0.5.12 to 0.5.14;
+# a norm's of Gemma and Qwen3-Next plus one, which in 0.5.12 every load puts elsewhere
+ROUTER_COPY, NORM_COPY = "_weight_fp32", "gemma_weight"
 
 # Why a tensor of the trainer is rightly used by no engine rank; of any other that is an error. A tied head needs no
 # entry, for its bytes travel as the embedding's too
@@ -55,7 +56,8 @@ class SGLangModel(EngineModel):
         self._copies_tied = copies_tied(module)
         _name_wrapped(module)
         # Of a router's weight; without it a sync leaves the routing as it was (sgl-project/sglang#35883)
-        self._with_copies = [each for each in module.modules() if ROUTER_COPY in each._buffers]
+        self._routers = [each for each in module.modules() if ROUTER_COPY in each._buffers]
+        self._norms = [(each, each._buffers[NORM_COPY]) for each in module.modules() if NORM_COPY in each._buffers]
 
     @property
     def layers(self) -> int:
@@ -108,9 +110,11 @@ class SGLangModel(EngineModel):
 
     @torch.no_grad()
     def renew_copies(self) -> None:
-        for module in self._with_copies:
+        for module in self._routers:
             if (copy := module._buffers[ROUTER_COPY]) is not None:  # not before the first forward
                 copy.copy_(module.weight)
+        for module, first in self._norms:
+            module._buffers[NORM_COPY] = torch.add(module.weight, 1.0, out=first)
 
     def layout_token(self) -> tuple[object, ...]:
         """The places of all experts: SGLang's load balancing moves experts between the places of a parameter that stays

@@ -9,7 +9,8 @@ engine does not use, or a parameter stays unwritten. Imports no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,9 @@ def but(*values: Any) -> Callable[[Any], bool]:
 
 UNSERVED = "weight sync cannot serve it; {remedy}"  # parameters are not the model's plain weights, or lie elsewhere
 _OUTLIVES = "SGLang does not flush that cache, so what was computed with earlier weights outlives a sync. Remove it"
+_REORDERS = "weight sync cannot serve it, for it reorders experts; set {where}.moe_runner_backend=triton, or {remedy}"
+_SHARED = "SGLang ends when weights that it shares are released or updated. Remove it"
 _AT_FIRST = "from the checkpoint that it started with. Remove it"
-# Backends that reorder the experts once they are loaded; a sync writes the order of the checkpoint
-_REORDERS = "flashinfer_trtllm", "flashinfer_trtllm_routed", "aiter"
-_EXPERTS = "weight sync cannot serve what it makes of experts; set {where}.moe_runner_backend=triton, or {remedy}"
 # Arguments of SGLang 0.5.12 and later (``ServerArgs``) that cannot be synced
 REFUSED: Rows = {
     "quantization": (only(None), UNSERVED),
@@ -62,24 +62,17 @@ REFUSED: Rows = {
     "enable_elastic_expert_backup": (only(None, False), f"SGLang loads experts {_AT_FIRST}"),
     "encoder_only": (only(None, False), "no sync reaches a server that only encodes images. Remove it"),
     "language_only": (only(None, False), "no sync reaches the server that encodes its images. Remove it"),
-    "weight_cache_mode": (
-        only(None, "off"),
-        "SGLang ends when weights that it shares are released or updated. Remove it",
-    ),
+    "weight_cache_mode": (only(None, "off"), _SHARED),
     "load_format": (but("bitsandbytes", "gguf", "flash_rl"), UNSERVED),  # which quantize on the way
-    "moe_runner_backend": (but(*_REORDERS), _EXPERTS),
+    # Backends that reorder the experts once they are loaded; a sync writes the order of the checkpoint
+    "moe_runner_backend": (but("flashinfer_trtllm", "flashinfer_trtllm_routed", "aiter"), _REORDERS),
     "json_model_override_args": (
         lambda value: "quantization_config" not in _parsed(value),
         "weight sync sends plain weights. Give it without quantization_config, or {remedy}",
     ),
 }
 # What a launched SGLang resolved where verl's ``rollout.quantization`` is fp8
-IN_FP8: Rows = {
-    **REFUSED,
-    "quantization": (only("fp8"), UNSERVED),
-    "json_model_override_args": (but(None), UNSERVED),
-    "moe_runner_backend": (but(*_REORDERS, "cutlass"), _EXPERTS),  # whose tables are lost in a sleep
-}
+IN_FP8: Rows = {**REFUSED, "quantization": (only("fp8"), UNSERVED), "json_model_override_args": (but(None), UNSERVED)}
 # Arguments that verl finds out by itself
 VERLS_OWN: Rows = {
     "model_path": (only(None), "verl sets it by itself. Remove it, and set actor_rollout_ref.model.path"),
@@ -369,17 +362,20 @@ def refuse_experts(names: Iterable[str]) -> None:
         )
 
 
-def keep_cpu_backup(model: Any) -> bool:
-    """True if SGLang keeps a host copy of its weights while it sleeps; the same in every process. ``model``: verl's
-    ``HFModelConfig``. The copy costs seconds per step (its allocation, not the transfer) and is overwritten by the next
-    sync, so it is needed only for weights that no sync writes."""
+def keep_cpu_backup(model: Any, rollout: Any) -> bool:
+    """``keeps_copy`` by verl's ``HFModelConfig`` and rollout config; the same in every process. The next sync
+    overwrites the copy, so it is needed only for what no sync writes."""
     from verl.workers.rollout.sglang_rollout.utils import lora_served_as_adapter
 
     if lora_served_as_adapter(model):
         return True  # the weights stay resident, so no copy is ever made; and verl's launch insists
-    return not covered(getattr(model.hf_config, "architectures", None) or [])
+    return keeps_copy(getattr(model.hf_config, "architectures", None) or [], engine_arguments(rollout))
 
 
-def covered(architectures: list[str]) -> bool:
-    """True if a sync is known to write all that a sleeping model of these architectures loses."""
-    return bool(architectures) and set(architectures) <= set(COVERED)
+def keeps_copy(architectures: Collection[str], arguments: Mapping[str, Any]) -> bool:
+    """True if SGLang, with these arguments, keeps a host copy of its weights while it sleeps: where it is not known to
+    do without for a model of these architectures, or holds tables next to it, or where that is asked for."""
+    asked = arguments.get("enable_weights_cpu_backup", False) or os.environ.get("SGLANG_CUTLASS_MOE")
+    runner, sends = (arguments.get(f"moe_{which}_backend", None) for which in ("runner", "a2a"))
+    unknown = not architectures or {*architectures} - {*COVERED}
+    return bool(unknown or asked or runner == "cutlass" or sends == "flashinfer")

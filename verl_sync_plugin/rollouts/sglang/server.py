@@ -96,8 +96,8 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
             sglang_kwargs.setdefault("speculative_draft_load_format", "auto")  # else as the target: dummy, most often
             say(f"rollout server: the draft model {draft} keeps the weights of its checkpoint")
         hand_down(self.engine_token or new_token())
-        backup = keep_cpu_backup(self.model_config)
-        if backup:
+        backup = keep_cpu_backup(self.model_config, self.config)
+        if backup or draft:
             os.environ.setdefault(RETAIN_COPY, "1")
         with compat.launch_shims(), self._decided(backup):
             await super().launch_server(master_address=master_address, master_port=master_port, **more)
@@ -113,8 +113,8 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
                     "launch SGLang the way verl-sync-plugin expects"
                 )
             self.guard_requests()
-        word = "on" if backup else "off"
-        say(f"rollout server: {self.loader}, CPU backup {word}, {len(self._processes)} processes of SGLang")
+        copied = f"CPU backup {'on' if backup else 'off'}"
+        say(f"rollout server: {self.loader}, {copied}, {len(self._processes)} processes of SGLang")
 
     @contextmanager
     def _decided(self, backup: bool) -> Iterator[None]:

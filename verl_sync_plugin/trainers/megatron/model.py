@@ -73,19 +73,21 @@ class ModelTensors:
         self._chunks = chunks
         self._walk: _Walk | None = None
         self._kinds: list[tuple[str, torch.Size, torch.dtype]] = []
+        self._devices: list[torch.device] = []
         self.tensors: list[torch.Tensor] = []
 
     def look(self) -> tuple[bool, bool]:
         """Looks the tensors up; a failure leaves everything as it was. Returns True, first, if names, shapes or dtypes
-        are others than the last time, and second, if any tensor is another object."""
+        are others than the last time, and second, if any tensor is another object or elsewhere."""
         walk, chunks = self._walk, [unwrapped(chunk) for chunk in self._chunks]
         if walk is None or not walk.holds(chunks):
             walk = _Walk(chunks)
         tensors = [held.home[held.attribute] for held in walk.held]
         kinds = [(held.name, t.shape, t.dtype) for held, t in zip(walk.held, tensors, strict=True)]
         other = kinds != self._kinds
-        moved = other or any(a is not b for a, b in zip(tensors, self.tensors, strict=True))
-        self._walk, self._kinds, self.tensors = walk, kinds, tensors
+        devices = [tensor.device for tensor in tensors]
+        moved = other or devices != self._devices or any(a is not b for a, b in zip(tensors, self.tensors, strict=True))
+        self._walk, self._kinds, self._devices, self.tensors = walk, kinds, devices, tensors
         return other, moved
 
     def named(self) -> Iterator[tuple[int, torch.nn.Module, list[HeldTensor]]]:
