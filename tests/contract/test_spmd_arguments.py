@@ -58,7 +58,6 @@ def test_what_is_no_prompt_is_refused_by_name(ids: Any, sampling: Any, mask: Any
 
 
 def test_the_engine_keeps_a_copy_of_what_a_sync_would_not_bring_back() -> None:
-    """A model that is not known, and tables of experts next to one that is."""
     for name, more, copied in (
         ("New", {}, True),
         ("Qwen3Moe", {}, False),
@@ -66,9 +65,8 @@ def test_the_engine_keeps_a_copy_of_what_a_sync_would_not_bring_back() -> None:
         ("Qwen3Moe", {"moe_a2a_backend": "flashinfer"}, True),
         ("Qwen3Moe", {"enable_weights_cpu_backup": True}, True),
     ):
-        config: Any = {"architectures": [f"{name}ForCausalLM"]}
-        spec = LocalSpec("", config, 2, "bfloat16", 0.4, True, True, SyncConfig(), more)
-        launch = rollout_of("sglang").prepare_local(spec)
+        given: Any = "", {"architectures": [f"{name}ForCausalLM"]}, 2, "bfloat16", 0.4, True, True, SyncConfig(), more
+        launch = rollout_of("sglang").prepare_local(LocalSpec(*given))
         assert launch.arguments[0]["enable_weights_cpu_backup"] is copied, (name, more)
         assert ("TMS_RETAIN_CPU_BACKUP" in launch.environment) is copied  # it is allocated once
 

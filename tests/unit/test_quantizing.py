@@ -103,7 +103,8 @@ class Cut(ParameterSource):
         self.side = torch.zeros(ROWS, EACH, dtype=dtype, device=device)
 
     def shards(self) -> list[Shard]:
-        found = []
+        if found := self.kept or []:
+            return found
         for name, run in self.runs.items():
             lengths = tuple(b - a for a, b in itertools.pairwise(self.edges[name]))
             view = View(name, CUT[name], 0, sum(lengths))
@@ -114,13 +115,14 @@ class Cut(ParameterSource):
             base = Base(f"side {rank}", "bfloat16", 2, tuple(ROWS * EACH * (r == rank) for r in range(WORLD)), (view,))
             own = self.side if rank == self.group.rank else self.side[:0]
             found.append(Shard(base, partial(own.view, -1), run=own))
+        self.kept = found
         return found
 
     def train(self, weights: Tensors) -> None:
         rank = self.group.rank
         for name, run in self.runs.items():
             begin, end = self.edges[name][rank : rank + 2]
-            run.copy_(weights[name].view(-1)[begin:end])
+            run.data = weights[name].view(-1)[begin:end].to(run.device, run.dtype, copy=True)  # and elsewhere
         self.side.copy_(weights["sides"][:, EACH * rank :][:, :EACH])
 
 

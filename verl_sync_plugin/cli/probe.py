@@ -350,9 +350,8 @@ def _sent(folder: str, config: Any) -> list[Finding]:
     each, staging = size_text(plan.nbytes / (tp * pp)), size_text(2 * max(bucket.nbytes for bucket in plan.buckets))
     takes = f"per GPU about {each} in the engine, and at most {staging} of staging where weights are not read in place"
     if rollout.checkpoint_engine.get("backend", "naive") == "naive" and not served:
-        copied = (engine := _ours("rollouts.rollout_of")(rollout.name)).keeps_copy(
-            names, engine.engine_arguments(rollout)
-        )
+        engine = _ours("rollouts.rollout_of")(rollout.name)
+        copied = engine.keeps_copy(names, engine.engine_arguments(rollout))
         takes += f"; on the host {f'a copy of {each} per GPU' if copied else 'no copy'} while the engine sleeps"
     return [ok("model", f"{', '.join(names)} is served; {what}{sends}"), ok("memory", takes)]
 

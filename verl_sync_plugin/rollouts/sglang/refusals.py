@@ -376,6 +376,5 @@ def keeps_copy(architectures: Collection[str], arguments: Mapping[str, Any]) -> 
     """True if SGLang, with these arguments, keeps a host copy of its weights while it sleeps: where it is not known to
     do without for a model of these architectures, or holds tables next to it, or where that is asked for."""
     asked = arguments.get("enable_weights_cpu_backup", False) or os.environ.get("SGLANG_CUTLASS_MOE")
-    runner, sends = (arguments.get(f"moe_{which}_backend", None) for which in ("runner", "a2a"))
-    unknown = not architectures or {*architectures} - {*COVERED}
-    return bool(unknown or asked or runner == "cutlass" or sends == "flashinfer")
+    backends = {arguments.get(f"moe_{which}_backend", None) for which in ("runner", "a2a")}
+    return bool(not architectures or {*architectures} - {*COVERED} or asked or backends & {"cutlass", "flashinfer"})
