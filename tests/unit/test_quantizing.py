@@ -29,16 +29,15 @@ SHAPES = {"even": (256, 256), "uneven": (150, 300), "small": (5, 130), "wide": (
 
 
 class Whole(ParameterSource):
-    """Matrices that one rank holds whole."""
+    """Matrices that one rank holds whole, always in the same tensors."""
 
     def __init__(self, state: dict[str, torch.Tensor]) -> None:
-        self._state = state
+        views = ((View(name, (*tensor.shape,), 0, tensor.numel()), tensor) for name, tensor in state.items())
+        bases = ((Base(view.name, "bfloat16", 2, (view.span,), (view,)), tensor) for view, tensor in views)
+        self.kept: list[Shard] = [Shard(base, partial(tensor.view, -1), run=tensor) for base, tensor in bases]
 
     def shards(self) -> list[Shard]:
-        return [
-            Shard(Base(n, "bfloat16", 2, (t.numel(),), (View(n, (*t.shape,), 0, t.numel()),)), partial(t.view, -1))
-            for n, t in self._state.items()
-        ]
+        return self.kept
 
 
 @pytest.mark.parametrize(("dtype", "bucket_bytes"), [(torch.bfloat16, 64 << 20), (torch.float32, 6_016)])
@@ -58,7 +57,7 @@ def test_a_matrix_is_quantized_as_by_verl(
     shards = source.shards()
     plan = plan_buckets(tuple(shard.base for shard in shards), bucket_bytes)
     packer, assembler, got = Packer(place, plan, 0), Assembler(frozenset(plan.names)), dict[str, torch.Tensor]()
-    for each in range(2):  # the second with other weights and the tables of the first
+    for each in range(2):  # the second with other weights elsewhere, and what was kept of the first
         packer.begin()
         for index, bucket in enumerate(plan.buckets):
             with mock.patch.object(source, "_measure", side_effect=AssertionError("the kernel measures")):
@@ -72,7 +71,7 @@ def test_a_matrix_is_quantized_as_by_verl(
             assert torch.equal(got[f"{name}_scale_inv"], scales.view_as(got[f"{name}_scale_inv"])), (name, each)
             apart = (got[name].view(torch.int8).int() - values.view(torch.int8).int()).abs().max()
             assert apart <= (0 if on_a_gpu else 1), (name, each)
-            weight.copy_((weight * -1.7).to(weight.dtype if on_a_gpu else torch.bfloat16))
+            weight.data = (weight * -1.7).to(weight.dtype if on_a_gpu else torch.bfloat16).to(dtype)
         shards = source.shards()
     state["even"][-1, -1] = torch.nan
     shards = source.shards()
@@ -103,8 +102,7 @@ class Cut(ParameterSource):
         self.side = torch.zeros(ROWS, EACH, dtype=dtype, device=device)
 
     def shards(self) -> list[Shard]:
-        if found := self.kept or []:
-            return found
+        found = []
         for name, run in self.runs.items():
             lengths = tuple(b - a for a, b in itertools.pairwise(self.edges[name]))
             view = View(name, CUT[name], 0, sum(lengths))
@@ -115,14 +113,13 @@ class Cut(ParameterSource):
             base = Base(f"side {rank}", "bfloat16", 2, tuple(ROWS * EACH * (r == rank) for r in range(WORLD)), (view,))
             own = self.side if rank == self.group.rank else self.side[:0]
             found.append(Shard(base, partial(own.view, -1), run=own))
-        self.kept = found
         return found
 
     def train(self, weights: Tensors) -> None:
         rank = self.group.rank
         for name, run in self.runs.items():
             begin, end = self.edges[name][rank : rank + 2]
-            run.data = weights[name].view(-1)[begin:end].to(run.device, run.dtype, copy=True)  # and elsewhere
+            run.copy_(weights[name].view(-1)[begin:end])
         self.side.copy_(weights["sides"][:, EACH * rank :][:, :EACH])
 
 

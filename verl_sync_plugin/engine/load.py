@@ -381,7 +381,7 @@ class ModelLoad:
         self._live = None
 
     def finish(self) -> None:
-        """Ends the sync: derives what the model derives, and renews its copies.
+        """Ends the sync: derives what the model derives, and refreshes its copies.
 
         Raises:
             ValueError: a tensor is incomplete.
@@ -390,7 +390,7 @@ class ModelLoad:
         self._scratch.finish()
         if self.map.derives and self._moves:
             self._model.derive_after_load()
-        self._model.renew_copies()
+        self._model.refresh_copies()
         if self.map.left:
             self._storages.refresh()
 

@@ -80,7 +80,7 @@ class EngineModel(ABC):
         """
         raise NotImplementedError
 
-    def renew_copies(self) -> None:
+    def refresh_copies(self) -> None:
         """Refreshes copies of parameters that the model keeps for its forward; called after every sync."""
         return
 

@@ -89,6 +89,7 @@ NOT_HERE: Rows = {
     "dtype": (only(None), "leave it out, and set dtype"),
     "mem_fraction_static": (only(None), "leave it out, and set gpu_memory_utilization"),
     "load_format": (only(None), "leave it out, and set random_weights"),
+    "enable_weights_cpu_backup": (only(None, True), "leave it out: the copy is kept for models that need it"),
     "skip_tokenizer_init": (only(None), "leave it out: prompts and responses are token ids"),
     "dp_size": (only(None, 1), UNSERVED),
     "nnodes": (only(None, 1), UNSERVED),
@@ -147,9 +148,9 @@ def prepare_local(spec: LocalSpec) -> LocalLaunch:
         refuse_arguments(spec.arguments.get, "engine", "leave it out", rows=rows)
     # On a CPU nothing is ever released, and copied even less
     copied = spec.cuda and keeps_copy(architectures, spec.arguments)
-    variable = {"SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"} | (
-        {RETAIN_COPY: "1"} if copied else {}
-    )  # verl skips it, too
+    variable = {"SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}  # verl runs with older ones too
+    if copied:
+        variable[RETAIN_COPY] = "1"
     if not spec.cuda:  # SGLang wants to know which cores each of its ranks has
         variable = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(spec.tensor_parallel_size)))}
     arguments = {

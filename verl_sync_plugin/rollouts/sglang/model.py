@@ -109,7 +109,7 @@ class SGLangModel(EngineModel):
         self._model.post_load_weights()
 
     @torch.no_grad()
-    def renew_copies(self) -> None:
+    def refresh_copies(self) -> None:
         for module in self._routers:
             if (copy := module._buffers[ROUTER_COPY]) is not None:  # not before the first forward
                 copy.copy_(module.weight)

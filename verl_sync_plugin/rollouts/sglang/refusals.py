@@ -86,12 +86,12 @@ SAME_DTYPES = {"half": "float16", "float": "float32"}
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def _causal(names: str, kind: str = "ForCausalLM") -> list[str]:
+def _classes(names: str, kind: str = "ForCausalLM") -> list[str]:
     return [f"{name}{kind}" for name in names.split()]
 
 
 # Where SGLang builds experts into every layer, whatever the configuration says about dense ones
-EXPERTS_EVERYWHERE = (*_causal("Qwen2Moe Qwen3Moe Qwen3Next"), "Qwen3VLMoeForConditionalGeneration")
+EXPERTS_EVERYWHERE = (*_classes("Qwen2Moe Qwen3Moe Qwen3Next"), "Qwen3VLMoeForConditionalGeneration")
 # Whose tensors SGLang's class cannot take again and again, and why
 UNSYNCABLE = {
     "Llama4ForCausalLM": "its loader for the text model alone knows no experts",
@@ -102,7 +102,7 @@ UNSYNCABLE = {
 # SGLang's classes (0.5.12) that cannot be launched untied: an adapter makes two weights of embedding and head, and
 # these have one, whatever tie_word_embeddings says
 _COMPUTES = (
-    *_causal("Cohere Cohere2 Gemma Gemma2 Gemma3n GPTBigCode"),
+    *_classes("Cohere Cohere2 Gemma Gemma2 Gemma3n GPTBigCode"),
     *("Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration", "GPT2LMHeadModel"),
 )
 _SKIPS = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
@@ -121,12 +121,12 @@ UNSERVABLE = (  # of these, use_rslora: it scales by alpha / r whatever that say
 # Architectures of which a sync writes all that the engine's sleep loses: every parameter, and what is computed of them.
 # Their models hold no other tensor but buffers, which SGLang brings back itself. All others keep a host copy.
 COVERED = (
-    *_causal(
+    *_classes(
         "Llama Mistral Qwen2 Qwen3 Phi Phi3 Gemma Gemma2 Gemma3 Cohere Cohere2 Granite Olmo Olmo2 Starcoder2 StableLm "
         "Glm4 Exaone4 Apertus Arcee SmolLM3 SeedOss HunYuanDenseV1 Ernie4_5 OPT Mixtral Qwen2Moe Qwen3Moe Qwen3Next "
-        "Olmoe PhiMoE GptOss GraniteMoe GraniteMoeHybrid DeepseekV2 DeepseekV3 Glm4Moe Glm4MoeLite Ernie4_5_Moe Lfm2Moe"
+        "Olmoe PhiMoE GptOss GraniteMoe DeepseekV2 DeepseekV3 Glm4Moe Glm4MoeLite Ernie4_5_Moe Lfm2Moe"
     ),
-    *_causal("Qwen2VL Qwen2_5_VL Qwen3VL Qwen3VLMoe Qwen3_5 Glm4v Gemma3", "ForConditionalGeneration"),
+    *_classes("Qwen2VL Qwen2_5_VL Qwen3VL Qwen3VLMoe Qwen3_5 Glm4v Gemma3", "ForConditionalGeneration"),
     "GPT2LMHeadModel",
 )
 
@@ -362,19 +362,9 @@ def refuse_experts(names: Iterable[str]) -> None:
         )
 
 
-def keep_cpu_backup(model: Any, rollout: Any) -> bool:
-    """``keeps_copy`` by verl's ``HFModelConfig`` and rollout config; the same in every process. The next sync
-    overwrites the copy, so it is needed only for what no sync writes."""
-    from verl.workers.rollout.sglang_rollout.utils import lora_served_as_adapter
-
-    if lora_served_as_adapter(model):
-        return True  # the weights stay resident, so no copy is ever made; and verl's launch insists
-    return keeps_copy(getattr(model.hf_config, "architectures", None) or [], engine_arguments(rollout))
-
-
 def keeps_copy(architectures: Collection[str], arguments: Mapping[str, Any]) -> bool:
     """True if SGLang, with these arguments, keeps a host copy of its weights while it sleeps: where it is not known to
-    do without for a model of these architectures, or holds tables next to it, or where that is asked for."""
+    do without for a model of these architectures, holds tables of experts next to it, or is asked for the copy."""
     asked = arguments.get("enable_weights_cpu_backup", False) or os.environ.get("SGLANG_CUTLASS_MOE")
     backends = {arguments.get(f"moe_{which}_backend", None) for which in ("runner", "a2a")}
     return bool(not architectures or {*architectures} - {*COVERED} or asked or backends & {"cutlass", "flashinfer"})

@@ -39,7 +39,7 @@ from verl_sync_plugin.rollouts.sglang.refusals import (
     REFUSED,
     RETAIN_COPY,
     draft_of,
-    keep_cpu_backup,
+    keeps_copy,
     refuse_arguments,
 )
 from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK, FORGETTING_LOADER, LOADER, hand_down, new_token
@@ -96,7 +96,9 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
             sglang_kwargs.setdefault("speculative_draft_load_format", "auto")  # else as the target: dummy, most often
             say(f"rollout server: the draft model {draft} keeps the weights of its checkpoint")
         hand_down(self.engine_token or new_token())
-        backup = keep_cpu_backup(self.model_config, self.config)
+        architectures = getattr(self.model_config.hf_config, "architectures", None) or []
+        # With an adapter verl insists on the copy; the weights stay resident then, so none is ever made
+        backup = self.lora_as_adapter or keeps_copy(architectures, sglang_kwargs)
         if backup or draft:
             os.environ.setdefault(RETAIN_COPY, "1")
         with compat.launch_shims(), self._decided(backup):
