@@ -19,7 +19,7 @@ CHAT_TEMPLATE = (
 
 # 7b: the shapes of Qwen2.5-7B (7.6 B parameters); 14b: of Qwen2.5-14B (14.8 B); 1p8b: of Qwen2.5-1.5B with an untied
 # head; moe-8b: half the layers and half the experts of Qwen3-30B-A3B, which with Megatron's optimizer is what two
-# devices of 141 GB hold; moe-16b: all the layers, for four devices
+# devices of 141 GB hold; moe-19k: all its layers and experts, hence its 18,867 tensors, with experts half as wide
 def _dense(
     hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int, **more: Any
 ) -> dict[str, Any]:
@@ -52,7 +52,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "14b": _dense(5120, 13824, 48, 40, 8, 152064),
     "1p8b": _dense(1536, 8960, 28, 12, 2, 151936),
     "moe-8b": _moe(24),
-    "moe-16b": _moe(48),
+    "moe-19k": {**_moe(48), "num_experts": 128, "moe_intermediate_size": 384},
     "mixtral-2b": _dense(2048, 4096, 8, 16, 8, 32000, num_local_experts=8, num_experts_per_tok=2),
     "mla-7b": _dense(2048, 11264, 12, 16, 16, 163840, **_LATENT_ATTENTION, **_MLA_EXPERTS),
     "small": _dense(512, 1536, 8, 8, 2, 320),

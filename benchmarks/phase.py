@@ -132,7 +132,7 @@ _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SGLANG = f"+{_ROLLOUT}.engine_kwargs.sglang"
-_SHARES = {"7b": 0.4, "moe-8b": 0.2, "moe-16b": 0.2, "mla-7b": 0.2}  # of the device's memory, for the engine
+_SHARES = {"7b": 0.4, "moe-8b": 0.2, "moe-19k": 0.35, "mla-7b": 0.2}  # of the device's memory, for the engine
 PROBE = "benchmarks.probe"
 LOCAL_MEGATRON = "benchmarks.local_megatron"
 
