@@ -32,13 +32,12 @@ from verl_sync_plugin.layout.load_map import (
     read_parts,
     size_of,
 )
-from verl_sync_plugin.layout.strided import Partition, Run, compose, in_rows, in_step
+from verl_sync_plugin.layout.strided import Partition, Run, compose, in_rows
 from verl_sync_plugin.layout.tensors import SCALE, Entry, Hull, hulls_of, numbers_of
 from verl_sync_plugin.log import by_reason, say
 from verl_sync_plugin.transport.memory import Live, Regions
 from verl_sync_plugin.transport.protocol import Held, Manifest
 
-MOST_BLOCKS = 512  # of one tensor in one bucket; one that arrives in more pieces goes through scratch memory
 NAMED = 5  # names of a list in a message
 FP8 = "float8_e4m3fn"
 Layout = tuple[tuple[object, ...], ...]
@@ -204,7 +203,6 @@ class ModelLoad:
             for name, moves in self._moves.items()
             if any(move.dtype != self._entries[name].dtype or is_turned(move) for _, move in moves)
         )
-        self._by_scratch |= self._scattered()
         self._works = [
             self._cut(entries, segment, of_bucket)
             for entries, segment, of_bucket in zip(self.manifest.buckets, self.manifest.segments, hulls, strict=True)
@@ -223,17 +221,6 @@ class ModelLoad:
         parts_held = held_parts(self.map, self._dtypes, self._owners)
         self._held = _HeldWork(parts_held, entries_of, self._names, self._copier)
         self._say()
-
-    def _scattered(self) -> frozenset[str]:
-        """Tensors that arrive in so many pieces that a table of them would be larger than what it moves is worth."""
-        found = set()
-        for entry in (entry for entries in self.manifest.buckets for entry in entries):
-            size, blocks = size_of(entry.dtype), 0
-            for run in (run for _, move in self._moves.get(entry.name, ()) for run in move.box.runs(size)):
-                blocks += sum(1 if in_step(piece, run) else piece.count for piece in entry.pieces)
-            if blocks > MOST_BLOCKS:
-                found.add(entry.name)
-        return frozenset(found)
 
     def _cut(self, entries: tuple[Entry, ...], segment: int, hulls: Sequence[Hull]) -> _Work:
         copies, reads, whole = list[Block](), list[Block](), list[Entry]()
