@@ -95,15 +95,14 @@ class Comparison:
         """After a sync that was given up: has the engine ranks say again what they do."""
         self._known = ""
 
-    def learn(self, plan: Plan, loaded: bool, layers: int = 0) -> dict[str, str]:
+    def learn(self, plan: Plan, loaded: bool) -> dict[str, str]:
         """Collective: exchanges the maps, and raises SyncError, with the same text on every rank, for a plan of which
-        bytes are used by no rank of an engine, or that leaves a parameter unwritten, and where an engine cannot tell
-        and has other layers. ``loaded``: it has loaded the plan, and must know by now what it uses; ``layers``: how
-        many decoder layers the trainer's model has, 0 when unknown. Returns ``wire_dtypes``, the same on every rank."""
+        bytes are used by no rank of an engine, or that leaves a parameter unwritten. ``loaded``: it has loaded the
+        plan, and must know by now what it uses. Returns ``wire_dtypes``, the same on every rank."""
         self._known = ""
-        everywhere = self._exchange(layers)
-        maps = [self._maps[digest] for digest, _ in everywhere if digest]
-        maps_of_all = [self._maps.get(everywhere[rank][0]) for rank in self._agreement.ranks.rollouts]
+        digests = self._exchange()
+        maps = [self._maps[digest] for digest in digests if digest]
+        maps_of_all = [self._maps.get(digests[rank]) for rank in self._agreement.ranks.rollouts]
         known = all(each is not None and not each.unknown for each in maps_of_all)
         names = list(numbers_of(bucket.entries for bucket in plan.buckets))
         if blocks := {names[number]: (rows, columns) for each in maps for number, rows, columns in each.fp8}:
@@ -113,30 +112,26 @@ class Comparison:
             self.blocks |= blocks
             return {}
         with self._agreement.attempt():
-            differ = _layers_differ(next((n for _, n in everywhere if n), 0), maps)
             tensors = _Tensors(plan)
-            if differ and not known:  # many of an engine's loaders raise KeyError at a layer that they lack
-                raise ValueError(f"{differ}Give both the same, or {TURN_OFF}, which does not notice.")
             if loaded and not known:
                 raise RuntimeError("the engine did not tell which of the tensors sent it uses")
             if self._ranks and known:
-                self._refuse(tensors, [self._maps[everywhere[rank][0]] for rank in self._ranks], differ)
+                self._refuse(tensors, [self._maps[digests[rank]] for rank in self._ranks])
         self._agreement.settle("checking what the engine uses")
         if known:
             with self._agreement.attempt():
-                self._weigh(plan, tensors, [digest for digest, _ in everywhere])
+                self._weigh(plan, tensors, digests)
                 self._known = plan.digest
                 if self._agreement.ranks.rank == 0 and self._config.verify != "never":
                     self._say_what_is_compared(maps[0])
             self._agreement.settle("weighing what the engine holds")
         return wire_dtypes(tensors.names, maps)
 
-    def _exchange(self, layers: int) -> list[tuple[str, int]]:
-        """The digest of every rank's map, if it has one, and its ``layers``; takes in the maps. Of equal ones, as of
-        replicas, only one travels."""
+    def _exchange(self) -> list[str]:
+        """The digest of every rank's map, if it has one; takes in the maps. Of equal ones, as of replicas, only one
+        travels."""
         digest = self.map.digest if self.map is not None else ""
-        everywhere: list[tuple[str, int]] = self._agreement.gather("exchanging what the engine does", (digest, layers))
-        digests = [each for each, _ in everywhere]
+        digests: list[str] = self._agreement.gather("exchanging what the engine does", digest)
         if not all(each in self._maps for each in digests if each):
             mine = digest and digests.index(digest) == self._agreement.ranks.rank
             mine_packed = msgspec.msgpack.encode(self.map) if mine else b""
@@ -146,9 +141,9 @@ class Comparison:
                 for each, found in zip(digests, packed, strict=True)
                 if found
             }
-        return everywhere
+        return digests
 
-    def _refuse(self, tensors: _Tensors, maps: list[LoadMap], layers: str) -> None:
+    def _refuse(self, tensors: _Tensors, maps: list[LoadMap]) -> None:
         names = tensors.names
         if found := unused(tensors.entries, tensors.owners, maps):
             shown = some([f"{names[number]} ({lacks} of {of} bytes)" for number, lacks, of in found])
@@ -160,15 +155,15 @@ class Comparison:
                 )
             raise ValueError(
                 f"{maps[0].model} leaves out {len(found)} of the {len(names)} tensors that the trainer sends: "
-                f"{shown}. {layers}It would generate from other weights than are trained, and so it "
+                f"{shown}. It would generate from other weights than are trained, and so it "
                 "would with stock verl, which does not notice. Use a model that the engine takes in whole; or, if what "
                 f"is left out does not matter, {TURN_OFF}."
             )
         if self.map is not None:
             self.tensor_count, self.unwritten = self.map.tensor_count, unwritten(self.map)
-            self._refuse_unwritten(frozenset(names), layers)
+            self._refuse_unwritten(frozenset(names))
 
-    def _refuse_unwritten(self, sent: frozenset[str], layers: str) -> None:
+    def _refuse_unwritten(self, sent: frozenset[str]) -> None:
         """A buffer that no sync ever writes may stay as it was at the engine's start: the model's class computes it. A
         parameter would be as old as the run, or as it was allocated where no checkpoint holds it."""
         missing = self.unwritten
@@ -176,7 +171,7 @@ class Comparison:
         if stale:
             raise RuntimeError(
                 f"the sync leaves {len(stale)} of {self.tensor_count} engine parameters unwritten, or writes them only "
-                f"in part: {_elements(stale)}. {layers}The engine would not have the trainer's weights. Give trainer "
+                f"in part: {_elements(stale)}. The engine would not have the trainer's weights. Give trainer "
                 f"and engine the same model, or one that the engine loads whole; or {TURN_OFF}, which does not notice."
             )
         text = f"the sync leaves {len(missing)} of {self.tensor_count} engine parameters and buffers unwritten: "
@@ -352,13 +347,6 @@ def _left_out(tensors: _Tensors, maps: list[LoadMap]) -> dict[str, str]:
             found[DERIVED] = "is computed"
     found.update((names[number], NO_PLACE) for number, owner in tensors.owners.items() if owner < 0)
     return found
-
-
-def _layers_differ(ours: int, maps: list[LoadMap]) -> str:
-    theirs = next((each.layers for each in maps if each.layers), 0)
-    if not (ours and theirs) or ours == theirs:
-        return ""
-    return f"The trainer's model has {ours} layers, the engine's {theirs} (num_hidden_layers). "
 
 
 def _elements(missing: Sequence[tuple[StateTensor, int, int]]) -> str:

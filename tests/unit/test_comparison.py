@@ -39,18 +39,18 @@ def with_one_more(buffer: bool, name: str = "model.normalizer") -> LoadMap:
 
 
 def learned(
-    found: LoadMap, restores: bool = True, layers: int = 0, loaded: bool = False, plan: Plan = PLAN, **config: Any
+    found: LoadMap, restores: bool = True, loaded: bool = False, plan: Plan = PLAN, **config: Any
 ) -> Comparison:
     ranks = Alone()
     ranks.trainers = (0,)
     comparison = Comparison(SyncConfig(**config), Agreement(10.0, ranks=ranks), (0,), restores)
     comparison.note(found)
-    comparison.learn(plan, loaded, layers)
+    comparison.learn(plan, loaded)
     return comparison
 
 
 IN_PART = msgspec.structs.replace(with_one_more(True), moves=(*COMPLETE.moves, Move(1, 2, "bfloat16", Box(0, 0))))
-UNKNOWN = LoadMap("Model", 3, left=tuple(Left(n, "raises", "", ()) for n in range(2)), unknown="KeyError: 7")
+UNKNOWN = LoadMap("Model", left=tuple(Left(n, "raises", "", ()) for n in range(2)), unknown="KeyError: 7")
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,6 @@ UNKNOWN = LoadMap("Model", 3, left=tuple(Left(n, "raises", "", ()) for n in rang
         (IN_PART, {}, r"in part: model\.normalizer \(1 of 4 elements\)"),
         (with_one_more(True), {"restores": False}, r"load_format=dummy: .*unwritten: model\.normalizer "),
         (UNKNOWN, {"loaded": True}, "did not tell which of the tensors"),
-        (UNKNOWN, {"layers": 4}, "has 4 layers, the engine's 3 .*Give both the same"),
     ],
 )
 def test_what_is_left_unwritten_is_named(found: LoadMap, known: dict[str, Any], text: str) -> None:

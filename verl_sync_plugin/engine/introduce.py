@@ -164,7 +164,7 @@ class _Introduction:
         self._add_constants()
         unknown = failed if failed and not recording.ended else ""
         found = LoadMap(
-            f"{model.engine}'s {model.name}", model.layers, self._storages.table, tuple(self._moves),
+            f"{model.engine}'s {model.name}", self._storages.table, tuple(self._moves),
             tuple(self._constants), self._leftovers(touched), tuple((n, pairs_of(s)) for n, s in self._theirs),
             tuple((number, why) for name, number in self._numbers.items() if (why := model.why_skipped(name))),
             tuple((self._numbers[name], why) for name, why in self._not_held.items()),

@@ -42,11 +42,6 @@ class EngineModel(ABC):
         """The model's class."""
         return type(self.module).__name__
 
-    @property
-    def layers(self) -> int:
-        """Decoder layers of the model by its configuration; 0 when that is unknown."""
-        return 0
-
     @abstractmethod
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """The engine's own way to load some tensors of a checkpoint; called with parts of it, one after another.

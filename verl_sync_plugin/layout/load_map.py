@@ -157,7 +157,6 @@ class Left(msgspec.Struct, frozen=True, array_like=True):
 class LoadMap(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """Attributes:
     model: engine and class, such as "SGLang's LlamaForCausalLM".
-    layers: how many decoder layers the model has; 0 when that is unknown.
     storages: the storages of the model.
     moves: what a load copies. Of tensors in ``left`` too, where it was found in the model as the trainer has it.
     constants: what a sync writes in addition.
@@ -173,7 +172,6 @@ class LoadMap(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """
 
     model: str = ""
-    layers: int = 0
     storages: tuple[Storage, ...] = ()
     moves: tuple[Move, ...] = ()
     constants: tuple[Constant, ...] = ()

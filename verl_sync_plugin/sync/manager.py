@@ -309,7 +309,7 @@ class ShardingManager(BaseShardingManager):
         OtherDtypesError where some tensors travel in another dtype now."""
         trainer = self.trainer
         self.comparison.note(found)
-        kept = self.comparison.learn(plan, loaded=False, layers=trainer.layers if trainer else 0)
+        kept = self.comparison.learn(plan, loaded=False)
         blocks = self.comparison.blocks
         if (kept or blocks) and self.agreement.any(
             "learning dtypes", lambda: trainer is not None and trainer.policy.learn(kept, blocks)

@@ -13,7 +13,6 @@ import torch
 
 from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.engine.model import EngineModel
-from verl_sync_plugin.layout.tensors import layers_of
 from verl_sync_plugin.rollouts.sglang.refusals import ARGUMENTS
 
 # A tied model's one weight as checkpoints have it, and its second name, which most checkpoints leave out
@@ -58,10 +57,6 @@ class SGLangModel(EngineModel):
         # Of a router's weight; without it a sync leaves the routing as it was (sgl-project/sglang#35883)
         self._routers = [each for each in module.modules() if ROUTER_COPY in each._buffers]
         self._norms = [(each, each._buffers[NORM_COPY]) for each in module.modules() if NORM_COPY in each._buffers]
-
-    @property
-    def layers(self) -> int:
-        return layers_of(getattr(self._model, "config", None))
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         with _every_replica():
