@@ -147,7 +147,8 @@ class _Introduction:
         self._storages = Storages(model.module)
         odd = {storages[name]: f"its load lays {name} out again" for name in self._unfixed if name in storages}
         if not model.can_derive:
-            odd |= dict.fromkeys(recording.computed_from, "its load computes from it")
+            computed_from = recording.computed_from - {storage_of(each) for each in model.refreshed}
+            odd |= dict.fromkeys(computed_from, "its load computes from it")
         self._propose(recording, odd)
         touched = None if recording.ended else Touched()
         try:

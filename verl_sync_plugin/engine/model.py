@@ -75,6 +75,11 @@ class EngineModel(ABC):
         """
         raise NotImplementedError
 
+    @property
+    def refreshed(self) -> list[torch.Tensor]:
+        """The parameters of which ``refresh_copies`` makes all that ``load_weights`` computes from them."""
+        return []
+
     def refresh_copies(self) -> None:
         """Refreshes copies of parameters that the model keeps for its forward; called after every sync."""
         return

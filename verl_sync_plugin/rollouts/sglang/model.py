@@ -103,6 +103,10 @@ class SGLangModel(EngineModel):
     def derive_after_load(self) -> None:
         self._model.post_load_weights()
 
+    @property
+    def refreshed(self) -> list[torch.Tensor]:
+        return [module.weight for module, _ in self._norms]
+
     @torch.no_grad()
     def refresh_copies(self) -> None:
         for module in self._routers:
