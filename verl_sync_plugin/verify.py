@@ -21,7 +21,6 @@ import torch
 from verl_sync_plugin.config.settings import KEY_PREFIX, TURN_OFF, SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.load_map import (
-    MOST_TRIES,
     NO_PLACE,
     ROUNDED,
     UNEVEN,
@@ -63,7 +62,6 @@ class Comparison:
         compared: numbers of the tensors that are compared wherever they lie in the engine.
         left_out: by name, tensors that are not on every engine rank, with the reason.
         kept, unwritten: how many parameters and buffers its model has, and those that no sync writes whole.
-        no_room: why an engine rank could not find out what it does with the tensors; empty where all could.
         blocks: of tensors to be sent in fp8, by name, rows and columns of a block.
     """
 
@@ -79,7 +77,6 @@ class Comparison:
         self.compared: tuple[int, ...] = ()
         self.left_out: dict[str, str] = {}
         self.tensor_count, self.unwritten = 0, list[tuple[StateTensor, int, int]]()
-        self.no_room = ""
         self.blocks: dict[str, tuple[int, int]] = {}
 
     def knows(self, plan: Plan) -> bool:
@@ -102,8 +99,7 @@ class Comparison:
         self._known = ""
         digests = self._exchange()
         maps = [self._maps[digest] for digest in digests if digest]
-        maps_of_all = [self._maps.get(digests[rank]) for rank in self._agreement.ranks.rollouts]
-        known = all(each is not None and not each.unknown for each in maps_of_all)
+        known = all(digests[rank] for rank in self._agreement.ranks.rollouts)
         names = list(numbers_of(bucket.entries for bucket in plan.buckets))
         if blocks := {names[number]: (rows, columns) for each in maps for number, rows, columns in each.fp8}:
             if loaded:
@@ -196,12 +192,17 @@ class Comparison:
         }
         self._read = _Weights(tensors, read, many, own)
         self._held = _Weights(tensors, held, many, own)
-        self.no_room = next((found.no_room for found in maps.values() if found.no_room), "")
         self.left_out = _left_out(tensors, list(maps.values()))
         uneven = (self._held.times < 0).nonzero().flatten().tolist()
         self.left_out.update((tensors.names[number], UNEVEN) for number in uneven)
         found = (self._held.times > 0).nonzero().flatten().tolist()
         self.compared = tuple(number for number in found if tensors.names[number] not in self.left_out)
+        if not self.compared and self._config.verify not in ("first", "never"):
+            name, why = next(iter(self.left_out.items()), ("nothing was sent", "nothing to compare"))
+            raise ValueError(
+                f"{KEY_PREFIX}.verify={self._config.verify}, and nothing of what the engine holds can be compared: "
+                f"{name} ({why}). {KEY_PREFIX}.verify=first says so without failing."
+            )
 
     def _say(self, text: str) -> None:
         if text not in self._said:
@@ -214,25 +215,6 @@ class Comparison:
             self._say(line)
         if unproven := unwritten(msgspec.structs.replace(found, theirs=())):
             self._say(f"{len(unproven)} engine parameters are not proven whole: {_elements(unproven)}")
-
-    def refuse_unproven(self) -> None:
-        """Whoever asks for syncs to be verified beyond the first ones is not to believe that they are: raises
-        SyncError, the same on every rank, where nothing that the engine holds can be compared, or an engine rank had no
-        memory to find out what it holds."""
-        verify = self._config.verify
-        if verify == "first" or (self.compared and not self.no_room):
-            return
-        name, why = next(iter(self.left_out.items()), ("nothing was sent", "nothing to compare"))
-        what = f"nothing of what the engine holds can be compared: {name} ({why})"
-        if self.no_room:
-            what = (
-                f"not every engine rank could find out what it holds ({self.no_room}). Lower rollout."
-                "gpu_memory_utilization; rollout.multi_stage_wake_up=True, the default, makes room, too"
-            )
-        raise SyncError(
-            f"weight sync failed: {KEY_PREFIX}.verify={verify}, and {what}. {KEY_PREFIX}.verify=first says so without "
-            f"failing, {KEY_PREFIX}.verify=never does not compare."
-        )
 
     def weighed(self, sent: torch.Tensor, committed: Committed | None, verified: bool) -> torch.Tensor:
         """This rank's share of ``compare``: int64 of shape ``(3, tensors)``, hashes of what was packed here, of
@@ -359,7 +341,6 @@ class Cadence:
     def __init__(self, verify: str | int) -> None:
         self._verify = verify
         self._ended: dict[str, int] = {}
-        self._tries: dict[str, int] = {}
 
     def due(self, digest: str) -> bool:
         """True if the next sync of a plan is to be verified."""
@@ -368,10 +349,6 @@ class Cadence:
             return ended % self._verify == 0
         return self._verify == "always" or (self._verify == "first" and ended < FIRST_SYNCS)
 
-    def note(self, digest: str, whole: bool = True) -> None:
-        """Counts a sync of a plan that has ended well; one that was not verified ``whole`` is made up for by the
-        next."""
-        if not whole and self._tries.get(digest, 0) < MOST_TRIES:
-            self._tries[digest] = self._tries.get(digest, 0) + 1
-            return
+    def note(self, digest: str) -> None:
+        """Counts a sync of a plan that has ended well."""
         self._ended[digest] = self._ended.get(digest, 0) + 1

@@ -23,7 +23,6 @@ from verl_sync_plugin.engine.introduce import Storages, in_box, introduce, is_tu
 from verl_sync_plugin.engine.model import EngineModel, FusedPairs, partner_of
 from verl_sync_plugin.engine.recorder import Source, model_tensors
 from verl_sync_plugin.layout.load_map import (
-    MOST_TRIES,
     Constant,
     LoadMap,
     Move,
@@ -136,7 +135,7 @@ class ModelLoad:
         if before is not None and before._shapes() == self._shapes():
             self.map, self._storages = before.map, before._storages
             self._key, self._layout = before._key, before._layout
-        self._tries, self._compiled = 0, False
+        self._compiled = False
         self._live: tuple[tuple[str, ...], Memory, tuple[Prepared, Prepared], list[QuantizeTable]] | None = None
         self._traffic: dict[int | None, tuple[int, int]] = {}
 
@@ -151,9 +150,7 @@ class ModelLoad:
         """Before a sync is loaded: finds out what the model does with the tensors, where that is not known or its
         parameters have moved; then they hold rubbish, so the sync has to be loaded. Writes constants."""
         now, self._now = self._now or self._key.now(), None
-        again = bool(self.map.no_room) and self._tries < MOST_TRIES
-        if self._layout is None or now != self._layout or again:
-            self._tries += again
+        if self._layout is None or now != self._layout:
             self._introduce()
         if not self._compiled:
             self._compile()
