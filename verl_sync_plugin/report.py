@@ -76,7 +76,6 @@ class SyncReport:
     activation_bytes: int = 0  # the most that the engine allocated on top since the sync before; 0 when unknown
     verified_tensors: int = 0  # compared with the engines' own parameters; 0 in a sync that is not verified
     not_comparable: int = 0  # tensors of which that cannot be compared
-    no_room: str = ""  # why an engine rank could not find out where its tensors lie
     hashed_tensors: int = 0  # HF tensors whose hashes were compared and equal
     staging_bytes: int = 0  # staging memory that this rank held while it packed or loaded
     # ``host``, ``pid``, ``rank``, ``device``, and ``epoch``, which added to a span's start gives seconds since 1970; of
@@ -158,7 +157,6 @@ class SyncReport:
         cost = f"{self.phase_seconds:.3f} s, {self.tensors} tensors, {size_text(self.nbytes)}"
         proof = f"verified {self.verified_tensors}" if self.verified_tensors else f"hashed {self.hashed_tensors}"
         proof += f", {self.not_comparable} not comparable" if self.not_comparable else ""
-        proof += ", no memory to verify" if self.no_room else ""
         return f"sync of step {self.global_steps}: {cost}, {self.delivery or 'the adapter alone'}, {proof}"
 
 

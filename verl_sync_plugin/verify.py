@@ -21,7 +21,6 @@ import torch
 from verl_sync_plugin.config.settings import KEY_PREFIX, TURN_OFF, SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.load_map import (
-    MOST_TRIES,
     NO_PLACE,
     ROUNDED,
     UNEVEN,
@@ -63,7 +62,6 @@ class Comparison:
         compared: numbers of the tensors that are compared wherever they lie in the engine.
         left_out: by name, tensors that are not on every engine rank, with the reason.
         kept, unwritten: how many parameters and buffers its model has, and those that no sync writes whole.
-        no_room: why an engine rank could not find out what it does with the tensors; empty where all could.
         blocks: of tensors to be sent in fp8, by name, rows and columns of a block.
     """
 
@@ -79,7 +77,6 @@ class Comparison:
         self.compared: tuple[int, ...] = ()
         self.left_out: dict[str, str] = {}
         self.tensor_count, self.unwritten = 0, list[tuple[StateTensor, int, int]]()
-        self.no_room = ""
         self.blocks: dict[str, tuple[int, int]] = {}
 
     def knows(self, plan: Plan) -> bool:
@@ -95,16 +92,14 @@ class Comparison:
         """After a sync that was given up: has the engine ranks say again what they do."""
         self._known = ""
 
-    def learn(self, plan: Plan, loaded: bool, layers: int = 0) -> dict[str, str]:
+    def learn(self, plan: Plan, loaded: bool) -> dict[str, str]:
         """Collective: exchanges the maps, and raises SyncError, with the same text on every rank, for a plan of which
-        bytes are used by no rank of an engine, or that leaves a parameter unwritten, and where an engine cannot tell
-        and has other layers. ``loaded``: it has loaded the plan, and must know by now what it uses; ``layers``: how
-        many decoder layers the trainer's model has, 0 when unknown. Returns ``wire_dtypes``, the same on every rank."""
+        bytes are used by no rank of an engine, or that leaves a parameter unwritten. ``loaded``: it has loaded the
+        plan, and must know by now what it uses. Returns ``wire_dtypes``, the same on every rank."""
         self._known = ""
-        everywhere = self._exchange(layers)
-        maps = [self._maps[digest] for digest, _ in everywhere if digest]
-        maps_of_all = [self._maps.get(everywhere[rank][0]) for rank in self._agreement.ranks.rollouts]
-        known = all(each is not None and not each.unknown for each in maps_of_all)
+        digests = self._exchange()
+        maps = [self._maps[digest] for digest in digests if digest]
+        known = all(digests[rank] for rank in self._agreement.ranks.rollouts)
         names = list(numbers_of(bucket.entries for bucket in plan.buckets))
         if blocks := {names[number]: (rows, columns) for each in maps for number, rows, columns in each.fp8}:
             if loaded:
@@ -113,30 +108,26 @@ class Comparison:
             self.blocks |= blocks
             return {}
         with self._agreement.attempt():
-            differ = _layers_differ(next((n for _, n in everywhere if n), 0), maps)
             tensors = _Tensors(plan)
-            if differ and not known:  # many of an engine's loaders raise KeyError at a layer that they lack
-                raise ValueError(f"{differ}Give both the same, or {TURN_OFF}, which does not notice.")
             if loaded and not known:
                 raise RuntimeError("the engine did not tell which of the tensors sent it uses")
             if self._ranks and known:
-                self._refuse(tensors, [self._maps[everywhere[rank][0]] for rank in self._ranks], differ)
+                self._refuse(tensors, [self._maps[digests[rank]] for rank in self._ranks])
         self._agreement.settle("checking what the engine uses")
         if known:
             with self._agreement.attempt():
-                self._weigh(plan, tensors, [digest for digest, _ in everywhere])
+                self._weigh(plan, tensors, digests)
                 self._known = plan.digest
                 if self._agreement.ranks.rank == 0 and self._config.verify != "never":
                     self._say_what_is_compared(maps[0])
             self._agreement.settle("weighing what the engine holds")
         return wire_dtypes(tensors.names, maps)
 
-    def _exchange(self, layers: int) -> list[tuple[str, int]]:
-        """The digest of every rank's map, if it has one, and its ``layers``; takes in the maps. Of equal ones, as of
-        replicas, only one travels."""
+    def _exchange(self) -> list[str]:
+        """The digest of every rank's map, if it has one; takes in the maps. Of equal ones, as of replicas, only one
+        travels."""
         digest = self.map.digest if self.map is not None else ""
-        everywhere: list[tuple[str, int]] = self._agreement.gather("exchanging what the engine does", (digest, layers))
-        digests = [each for each, _ in everywhere]
+        digests: list[str] = self._agreement.gather("exchanging what the engine does", digest)
         if not all(each in self._maps for each in digests if each):
             mine = digest and digests.index(digest) == self._agreement.ranks.rank
             mine_packed = msgspec.msgpack.encode(self.map) if mine else b""
@@ -146,9 +137,9 @@ class Comparison:
                 for each, found in zip(digests, packed, strict=True)
                 if found
             }
-        return everywhere
+        return digests
 
-    def _refuse(self, tensors: _Tensors, maps: list[LoadMap], layers: str) -> None:
+    def _refuse(self, tensors: _Tensors, maps: list[LoadMap]) -> None:
         names = tensors.names
         if found := unused(tensors.entries, tensors.owners, maps):
             shown = some([f"{names[number]} ({lacks} of {of} bytes)" for number, lacks, of in found])
@@ -160,15 +151,15 @@ class Comparison:
                 )
             raise ValueError(
                 f"{maps[0].model} leaves out {len(found)} of the {len(names)} tensors that the trainer sends: "
-                f"{shown}. {layers}It would generate from other weights than are trained, and so it "
+                f"{shown}. It would generate from other weights than are trained, and so it "
                 "would with stock verl, which does not notice. Use a model that the engine takes in whole; or, if what "
                 f"is left out does not matter, {TURN_OFF}."
             )
         if self.map is not None:
             self.tensor_count, self.unwritten = self.map.tensor_count, unwritten(self.map)
-            self._refuse_unwritten(frozenset(names), layers)
+            self._refuse_unwritten(frozenset(names))
 
-    def _refuse_unwritten(self, sent: frozenset[str], layers: str) -> None:
+    def _refuse_unwritten(self, sent: frozenset[str]) -> None:
         """A buffer that no sync ever writes may stay as it was at the engine's start: the model's class computes it. A
         parameter would be as old as the run, or as it was allocated where no checkpoint holds it."""
         missing = self.unwritten
@@ -176,7 +167,7 @@ class Comparison:
         if stale:
             raise RuntimeError(
                 f"the sync leaves {len(stale)} of {self.tensor_count} engine parameters unwritten, or writes them only "
-                f"in part: {_elements(stale)}. {layers}The engine would not have the trainer's weights. Give trainer "
+                f"in part: {_elements(stale)}. The engine would not have the trainer's weights. Give trainer "
                 f"and engine the same model, or one that the engine loads whole; or {TURN_OFF}, which does not notice."
             )
         text = f"the sync leaves {len(missing)} of {self.tensor_count} engine parameters and buffers unwritten: "
@@ -201,12 +192,17 @@ class Comparison:
         }
         self._read = _Weights(tensors, read, many, own)
         self._held = _Weights(tensors, held, many, own)
-        self.no_room = next((found.no_room for found in maps.values() if found.no_room), "")
         self.left_out = _left_out(tensors, list(maps.values()))
         uneven = (self._held.times < 0).nonzero().flatten().tolist()
         self.left_out.update((tensors.names[number], UNEVEN) for number in uneven)
         found = (self._held.times > 0).nonzero().flatten().tolist()
         self.compared = tuple(number for number in found if tensors.names[number] not in self.left_out)
+        if not self.compared and self._config.verify not in ("first", "never"):
+            name, why = next(iter(self.left_out.items()), ("nothing was sent", "nothing to compare"))
+            raise ValueError(
+                f"{KEY_PREFIX}.verify={self._config.verify}, and nothing of what the engine holds can be compared: "
+                f"{name} ({why}). {KEY_PREFIX}.verify=first says so without failing."
+            )
 
     def _say(self, text: str) -> None:
         if text not in self._said:
@@ -219,25 +215,6 @@ class Comparison:
             self._say(line)
         if unproven := unwritten(msgspec.structs.replace(found, theirs=())):
             self._say(f"{len(unproven)} engine parameters are not proven whole: {_elements(unproven)}")
-
-    def refuse_unproven(self) -> None:
-        """Whoever asks for syncs to be verified beyond the first ones is not to believe that they are: raises
-        SyncError, the same on every rank, where nothing that the engine holds can be compared, or an engine rank had no
-        memory to find out what it holds."""
-        verify = self._config.verify
-        if verify == "first" or (self.compared and not self.no_room):
-            return
-        name, why = next(iter(self.left_out.items()), ("nothing was sent", "nothing to compare"))
-        what = f"nothing of what the engine holds can be compared: {name} ({why})"
-        if self.no_room:
-            what = (
-                f"not every engine rank could find out what it holds ({self.no_room}). Lower rollout."
-                "gpu_memory_utilization; rollout.multi_stage_wake_up=True, the default, makes room, too"
-            )
-        raise SyncError(
-            f"weight sync failed: {KEY_PREFIX}.verify={verify}, and {what}. {KEY_PREFIX}.verify=first says so without "
-            f"failing, {KEY_PREFIX}.verify=never does not compare."
-        )
 
     def weighed(self, sent: torch.Tensor, committed: Committed | None, verified: bool) -> torch.Tensor:
         """This rank's share of ``compare``: int64 of shape ``(3, tensors)``, hashes of what was packed here, of
@@ -354,13 +331,6 @@ def _left_out(tensors: _Tensors, maps: list[LoadMap]) -> dict[str, str]:
     return found
 
 
-def _layers_differ(ours: int, maps: list[LoadMap]) -> str:
-    theirs = next((each.layers for each in maps if each.layers), 0)
-    if not (ours and theirs) or ours == theirs:
-        return ""
-    return f"The trainer's model has {ours} layers, the engine's {theirs} (num_hidden_layers). "
-
-
 def _elements(missing: Sequence[tuple[StateTensor, int, int]]) -> str:
     return ", ".join(f"{tensor.name} ({wrote} of {total} elements)" for tensor, wrote, total in missing[:NAMED])
 
@@ -371,7 +341,6 @@ class Cadence:
     def __init__(self, verify: str | int) -> None:
         self._verify = verify
         self._ended: dict[str, int] = {}
-        self._tries: dict[str, int] = {}
 
     def due(self, digest: str) -> bool:
         """True if the next sync of a plan is to be verified."""
@@ -380,10 +349,6 @@ class Cadence:
             return ended % self._verify == 0
         return self._verify == "always" or (self._verify == "first" and ended < FIRST_SYNCS)
 
-    def note(self, digest: str, whole: bool = True) -> None:
-        """Counts a sync of a plan that has ended well; one that was not verified ``whole`` is made up for by the
-        next."""
-        if not whole and self._tries.get(digest, 0) < MOST_TRIES:
-            self._tries[digest] = self._tries.get(digest, 0) + 1
-            return
+    def note(self, digest: str) -> None:
+        """Counts a sync of a plan that has ended well."""
         self._ended[digest] = self._ended.get(digest, 0) + 1

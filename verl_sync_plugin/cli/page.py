@@ -25,10 +25,7 @@ OUTLIER = 4  # times the median of the bars: what is slower does not set the hei
 _COLOURS = "#7a67c7", "#b9b2dd", "#2f7fc9", "#e0702c", "#93683a", "#d3b45c", "#9aa3ad", "#1f9484"
 STAGE_COLOURS = dict(zip(PHASE_STAGES, _COLOURS, strict=True))
 # Fields that are 0 or empty in every report of a healthy run, and what a sync did where one is not
-WRONG = {
-    "coverage_missing": "left parameters of the engine unwritten",
-    "no_room": "had no memory to compare the engine's parameters",
-}
+WRONG = {"coverage_missing": "left parameters of the engine unwritten"}
 FIELDS = (
     "tensors", "hashed_tensors", "verified_tensors", "not_comparable", "coverage_expected", "coverage_missing",
     "nbytes", "own_bytes", "peer_bytes", "direct_bytes", "staging_bytes", "peak_device_bytes", "peak_host_bytes",

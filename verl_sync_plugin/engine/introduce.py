@@ -10,15 +10,12 @@ write what the whole load has left there, and what it does not write is known.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from verl_sync_plugin.copies.copier import Copier, Memory
 from verl_sync_plugin.copies.plain import Block, flat_storage
@@ -94,7 +91,7 @@ class Storages:
 def introduce(
     model: EngineModel, sources: Sequence[Source], owners: Mapping[str, str], device: torch.device
 ) -> tuple[LoadMap, Storages, frozenset[str]]:
-    """Finds a model's map. Overwrites parameters with marks, so a sync has to follow; never raises for these.
+    """Finds a model's map. Overwrites parameters with marks, so a sync has to follow.
 
     Args:
         model: of this engine rank.
@@ -104,8 +101,17 @@ def introduce(
 
     Returns:
         The map, the model's storages, and the names of tensors that a load of the model may put elsewhere.
+
+    Raises:
+        ValueError: the load cannot be recorded.
+        RuntimeError: there is no device memory for marks.
+        Exception: whatever the model raises when it loads them.
     """
-    return _Introduction(model, sources, owners, device).run()
+    try:
+        return _Introduction(model, sources, owners, device).run()
+    except torch.OutOfMemoryError as error:
+        room = "Lower rollout.gpu_memory_utilization; rollout.multi_stage_wake_up=True, the default, makes room, too."
+        raise RuntimeError(f"no device memory for a load of marks, which proves its map: {error}. {room}") from error
 
 
 def kept_in_fp8(model: EngineModel, sources: Sequence[Source]) -> tuple[str, ...]:
@@ -134,7 +140,6 @@ class _Introduction:
         self._left: dict[str, str] = {}
         self._not_held: dict[str, str] = {}
         self._theirs: list[tuple[int, Spans]] = []
-        self._no_room = ""
 
     @torch.no_grad()
     def run(self) -> tuple[LoadMap, Storages, frozenset[str]]:
@@ -147,28 +152,17 @@ class _Introduction:
         self._storages = Storages(model.module)
         odd = {storages[name]: f"its load lays {name} out again" for name in self._unfixed if name in storages}
         if not model.can_derive:
-            odd |= dict.fromkeys(recording.computed_from, "its load computes from it")
+            computed_from = recording.computed_from - {storage_of(each) for each in model.refreshed}
+            odd |= dict.fromkeys(computed_from, "its load computes from it")
         self._propose(recording, odd)
-        touched = None if recording.ended else Touched()
-        try:
-            failed = self._prove(touched)
-        except torch.OutOfMemoryError as error:
-            # Without what varies: the map's digest would differ in every sync
-            asked = re.search(r"Tried to allocate [^.]*", str(error))
-            failed = self._no_room = f"no device memory for a load of marks{f': {asked[0]}' if asked else ''}"
-        if failed:  # nothing is proven, and everything is left to the model
-            self._left = dict.fromkeys(self._numbers, failed)
-            self._not_held = dict(self._left)
-            self._theirs = [(each.storage, each.spans) for each in self._writes]
-            self._moves, self._constants, touched = [], [], None
+        self._prove()
         self._add_constants()
-        unknown = failed if failed and not recording.ended else ""
         found = LoadMap(
-            f"{model.engine}'s {model.name}", model.layers, self._storages.table, tuple(self._moves),
-            tuple(self._constants), self._leftovers(touched), tuple((n, pairs_of(s)) for n, s in self._theirs),
+            f"{model.engine}'s {model.name}", self._storages.table, tuple(self._moves),
+            tuple(self._constants), self._leftovers(), tuple((n, pairs_of(s)) for n, s in self._theirs),
             tuple((number, why) for name, number in self._numbers.items() if (why := model.why_skipped(name))),
             tuple((self._numbers[name], why) for name, why in self._not_held.items()),
-            bool(recording.computed_from) and model.can_derive, unknown, self._no_room,
+            bool(recording.computed_from) and model.can_derive,
         )  # fmt: skip
         return found, self._storages, frozenset(self._unfixed)
 
@@ -193,9 +187,6 @@ class _Introduction:
             if each.box is not None and (why := self._why_no_move(each)):
                 left.setdefault(each.name, why)
                 not_held.setdefault(each.name, why)
-        if recording.spoiled:
-            left.update(dict.fromkeys(self._numbers, recording.spoiled))
-            not_held.update(left if not recording.ended else {})
         pairs = list(_overlapping(writes))
         before = -1
         while before != len(left):
@@ -231,17 +222,11 @@ class _Introduction:
         return f"is kept on {device}, not on {self._device}" if device != self._device else ""
 
     # ------------------------------------------------------------------------------------------------ what is proven
-    def _prove(self, touched: Touched | None) -> str:
-        """Returns why the model could not load marks; empty when it could."""
+    def _prove(self) -> None:
         storages, lies = self._storages, _lies(self._model.module)
         buffers = self._buffers()
         given = _Hashes(self._moves, self._by_number, self._device)
-        try:
-            self._load(given=given, touched=touched)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever a model's loader makes of random numbers
-            return f"a load of marks failed: {type(error).__name__}: {error}"
+        self._load(given=given)
         if more := _moved(lies, _lies(self._model.module)) - self._unfixed:
             why = f"its load lays {min(more)} out again"
             self._leave_all(why)
@@ -269,16 +254,12 @@ class _Introduction:
             self._leave_all("given alone, the model loads it otherwise")
             self._load()
             self._load_alone(buffers)
-        return ""
 
     def _leave_all(self, why: str) -> None:
         for name in self._numbers:
             self._left.setdefault(name, why)
 
-    def _load(
-        self, only: Iterable[str] | None = None, seed: int = SEED,
-        given: _Hashes | None = None, touched: Touched | None = None,
-    ) -> None:  # fmt: skip
+    def _load(self, only: Iterable[str] | None = None, seed: int = SEED, given: _Hashes | None = None) -> None:
         """Has the model load marks: all of them, or some. The same ones for the same seed."""
         wanted = None if only is None else set(only)
         for number, chunk in enumerate(_chunks(self._sources, self._owners, self._model)):
@@ -287,14 +268,7 @@ class _Introduction:
             marks = _marks(chunk, self._owners, torch.Generator(self._device).manual_seed(seed + number))
             if given is not None:
                 given.note(marks)
-            tensors = [(m.name, m.tensor) for m in marks if wanted is None or m.name in wanted]
-            if touched is None:
-                self._model.load_weights(iter(tensors))
-                continue
-            with touched:
-                touched.lend(tensors)
-                self._model.load_weights(iter(tensors))
-                touched.lend(())
+            self._model.load_weights(iter([(m.name, m.tensor) for m in marks if wanted is None or m.name in wanted]))
         self._storages.refresh()
 
     def _add_constants(self) -> None:
@@ -389,10 +363,8 @@ class _Introduction:
         persistent = self._model.module.state_dict(keep_vars=True)
         return {n: b.clone() for n, b in self._model.module.named_buffers() if n not in persistent}
 
-    def _leftovers(self, touched: Touched | None) -> tuple[Left, ...]:
-        recording, taken = self._recording, self._recording.taken
-        if recording.spoiled:  # not all has been seen that the model gets
-            taken = taken | recording.refused.keys()
+    def _leftovers(self) -> tuple[Left, ...]:
+        recording = self._recording
         parts: dict[str, list[np.ndarray]] = {}
         dtypes: dict[str, str] = {}
         for each in self._writes:
@@ -404,7 +376,7 @@ class _Introduction:
         found = []
         for name, why in self._left.items():
             source = self._by_number[self._numbers[name]]
-            if name in taken or (touched is not None and name in touched.names):
+            if name in recording.taken:
                 parts[name] = [box_spans(own_box(source.shape, source.strides), True)]
             own = dtype_name(source.dtype)
             kept = "" if name in recording.computed else max(own, dtypes.get(name, own), key=size_of)
@@ -475,33 +447,6 @@ def _settle(earlier: _Writing, later: _Writing, left: dict[str, str]) -> None:
     earlier.mixed = later.mixed = True
     for name in {earlier.name, later.name} - {""}:
         left.setdefault(name, why)
-
-
-class Touched(TorchDispatchMode):
-    """While entered, notes which of the lent tensors the model does more with than take views of.
-
-    It serves models whose load cannot be recorded. It is the weaker proof: a tensor counts as used whole when any part
-    of it is, and what other threads do is not seen.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lent: dict[str, tuple[int, int]] = {}
-        self.names: set[str] = set()
-
-    def lend(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Notes where the tensors lie that the model is about to get; those before are taken back."""
-        self._lent = {name: (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for name, tensor in tensors}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._lent and not func.is_view:
-            for value in tree_flatten((args, kwargs or {}))[0]:
-                if isinstance(value, torch.Tensor) and value.numel():
-                    for name, (first, end) in list(self._lent.items()):
-                        if first <= value.data_ptr() < end:
-                            self.names.add(name)
-                            del self._lent[name]
-        return func(*args, **(kwargs or {}))
 
 
 # ----------------------------------------------------------------------------------------------------------- marks

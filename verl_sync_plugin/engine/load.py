@@ -23,7 +23,6 @@ from verl_sync_plugin.engine.introduce import Storages, in_box, introduce, is_tu
 from verl_sync_plugin.engine.model import EngineModel, FusedPairs, partner_of
 from verl_sync_plugin.engine.recorder import Source, model_tensors
 from verl_sync_plugin.layout.load_map import (
-    MOST_TRIES,
     Constant,
     LoadMap,
     Move,
@@ -32,13 +31,12 @@ from verl_sync_plugin.layout.load_map import (
     read_parts,
     size_of,
 )
-from verl_sync_plugin.layout.strided import Partition, Run, compose, in_rows, in_step
+from verl_sync_plugin.layout.strided import Partition, Run, compose, in_rows
 from verl_sync_plugin.layout.tensors import SCALE, Entry, Hull, hulls_of, numbers_of
 from verl_sync_plugin.log import by_reason, say
 from verl_sync_plugin.transport.memory import Live, Regions
 from verl_sync_plugin.transport.protocol import Held, Manifest
 
-MOST_BLOCKS = 512  # of one tensor in one bucket; one that arrives in more pieces goes through scratch memory
 NAMED = 5  # names of a list in a message
 FP8 = "float8_e4m3fn"
 Layout = tuple[tuple[object, ...], ...]
@@ -137,7 +135,7 @@ class ModelLoad:
         if before is not None and before._shapes() == self._shapes():
             self.map, self._storages = before.map, before._storages
             self._key, self._layout = before._key, before._layout
-        self._tries, self._compiled = 0, False
+        self._compiled = False
         self._live: tuple[tuple[str, ...], Memory, tuple[Prepared, Prepared], list[QuantizeTable]] | None = None
         self._traffic: dict[int | None, tuple[int, int]] = {}
 
@@ -152,9 +150,7 @@ class ModelLoad:
         """Before a sync is loaded: finds out what the model does with the tensors, where that is not known or its
         parameters have moved; then they hold rubbish, so the sync has to be loaded. Writes constants."""
         now, self._now = self._now or self._key.now(), None
-        again = bool(self.map.no_room) and self._tries < MOST_TRIES
-        if self._layout is None or now != self._layout or again:
-            self._tries += again
+        if self._layout is None or now != self._layout:
             self._introduce()
         if not self._compiled:
             self._compile()
@@ -204,7 +200,6 @@ class ModelLoad:
             for name, moves in self._moves.items()
             if any(move.dtype != self._entries[name].dtype or is_turned(move) for _, move in moves)
         )
-        self._by_scratch |= self._scattered()
         self._works = [
             self._cut(entries, segment, of_bucket)
             for entries, segment, of_bucket in zip(self.manifest.buckets, self.manifest.segments, hulls, strict=True)
@@ -223,17 +218,6 @@ class ModelLoad:
         parts_held = held_parts(self.map, self._dtypes, self._owners)
         self._held = _HeldWork(parts_held, entries_of, self._names, self._copier)
         self._say()
-
-    def _scattered(self) -> frozenset[str]:
-        """Tensors that arrive in so many pieces that a table of them would be larger than what it moves is worth."""
-        found = set()
-        for entry in (entry for entries in self.manifest.buckets for entry in entries):
-            size, blocks = size_of(entry.dtype), 0
-            for run in (run for _, move in self._moves.get(entry.name, ()) for run in move.box.runs(size)):
-                blocks += sum(1 if in_step(piece, run) else piece.count for piece in entry.pieces)
-            if blocks > MOST_BLOCKS:
-                found.add(entry.name)
-        return frozenset(found)
 
     def _cut(self, entries: tuple[Entry, ...], segment: int, hulls: Sequence[Hull]) -> _Work:
         copies, reads, whole = list[Block](), list[Block](), list[Entry]()

@@ -42,11 +42,6 @@ class EngineModel(ABC):
         """The model's class."""
         return type(self.module).__name__
 
-    @property
-    def layers(self) -> int:
-        """Decoder layers of the model by its configuration; 0 when that is unknown."""
-        return 0
-
     @abstractmethod
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """The engine's own way to load some tensors of a checkpoint; called with parts of it, one after another.
@@ -79,6 +74,11 @@ class EngineModel(ABC):
         Called only where ``can_derive``, after a sync that copied parameters without ``load_weights``.
         """
         raise NotImplementedError
+
+    @property
+    def refreshed(self) -> list[torch.Tensor]:
+        """The parameters of which ``refresh_copies`` makes all that ``load_weights`` computes from them."""
+        return []
 
     def refresh_copies(self) -> None:
         """Refreshes copies of parameters that the model keeps for its forward; called after every sync."""

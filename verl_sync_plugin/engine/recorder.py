@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.engine.model import EngineModel
 from verl_sync_plugin.layout.tensors import Entry
 
@@ -77,8 +78,6 @@ class Recording:
         taken: names of these of which something ended up in the model, or with the host.
         computed: names of these of which other values may have been made on the way, which depend on their dtype.
         computed_from: storages of the model from which the load computed something.
-        spoiled: why nothing of the recording can be used; empty when it can.
-        ended: the load came to its end, so what it left alone is known.
     """
 
     writes: list[Write] = field(default_factory=list)
@@ -86,8 +85,6 @@ class Recording:
     taken: set[str] = field(default_factory=set)
     computed: set[str] = field(default_factory=set)
     computed_from: set[int] = field(default_factory=set)
-    spoiled: str = ""
-    ended: bool = False
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -256,11 +253,12 @@ class _Recorder(TorchDispatchMode):
 def record(model: EngineModel, sources: Sequence[Source]) -> Recording:
     """One dry ``load_weights`` over all ``sources``; changes nothing in the model that a sync would keep.
 
-    Never raises: a load that does is noted as ``spoiled``.
-
     Args:
         model: of this engine rank.
         sources: the tensors of a sync, in the order they will come.
+
+    Raises:
+        ValueError: the load needs values, or keeps a tensor that it is given.
     """
     tensors = [(source.name, source.meta()) for source in sources]
     by_storage = {storage_of(tensor): source for source, (_, tensor) in zip(sources, tensors, strict=True)}
@@ -274,22 +272,21 @@ def record(model: EngineModel, sources: Sequence[Source]) -> Recording:
     try:
         with torch.no_grad(), recorder:
             model.load_weights(iter(tensors))
-        recording.ended = True
     except Exception as error:  # whatever a model's loader makes of meta tensors
-        recording.spoiled = f"its load cannot be recorded: {type(error).__name__}: {error}"
+        why = f"its load cannot be recorded: {type(error).__name__}: {error}"
+        raise ValueError(f"{model.engine}'s {model.name}: {why}. To train this model, {TURN_OFF}.") from error
     del held
-    if recording.ended:
-        _refuse_kept(model.module, {storage: source.name for storage, source in by_storage.items()}, recording)
+    if kept := _kept(model.module, {storage: source.name for storage, source in by_storage.items()}):
+        why = f"its load keeps {kept} instead of copying it"
+        raise ValueError(f"{model.engine}'s {model.name}: {why}. To train this model, {TURN_OFF}.")
     return recording
 
 
-def _refuse_kept(model: torch.nn.Module, known: dict[int, str], recording: Recording) -> None:
-    """A model that keeps a tensor it was given (``param.data = tensor``) makes no operation; its modules show it."""
+def _kept(model: torch.nn.Module, known: dict[int, str]) -> str:
+    """Names a tensor of the sync that the model keeps; empty where there is none. Keeping one makes no operation; the
+    model's modules show it."""
     for module in model.modules():
-        owned = [*vars(module).values(), *module._parameters.values(), *module._buffers.values()]
-        for value in owned:
+        for value in (*vars(module).values(), *module._parameters.values(), *module._buffers.values()):
             if isinstance(value, torch.Tensor) and value.device.type == "meta":
-                name = known.get(storage_of(value))
-                recording.spoiled = f"its load keeps {name or 'a tensor it was given'} instead of copying it"
-                if name is not None:
-                    recording.refused.setdefault(name, "is kept")
+                return known.get(storage_of(value), "a tensor it was given")
+    return ""

@@ -26,7 +26,6 @@ NOTHING: Spans = np.zeros((0, 2), dtype=np.int64)
 NO_PLACE = "shares a part of its bytes with another tensor"
 ROUNDED = "is kept in several dtypes"
 UNEVEN = "the engine's ranks hold parts of it that cannot be compared together"
-MOST_TRIES = 10  # of finding out a map that lacked memory for a load of marks; each costs such a load
 MOST_TIMES = 1 << 20  # that an element is counted; the hash loses nothing up to 2^32
 
 
@@ -157,7 +156,6 @@ class Left(msgspec.Struct, frozen=True, array_like=True):
 class LoadMap(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """Attributes:
     model: engine and class, such as "SGLang's LlamaForCausalLM".
-    layers: how many decoder layers the model has; 0 when that is unknown.
     storages: the storages of the model.
     moves: what a load copies. Of tensors in ``left`` too, where it was found in the model as the trainer has it.
     constants: what a sync writes in addition.
@@ -166,14 +164,11 @@ class LoadMap(msgspec.Struct, frozen=True, array_like=True, dict=True):
     skipped: tensors that the model rightly leaves alone, and why.
     not_held: tensors of which it is not known where they lie after a load, and why.
     derives: the model computes something from parameters after a load.
-    unknown: why it is not known what the model uses of the tensors; else empty.
-    no_room: why the map could not be proven for want of memory, so that everything is left; else empty.
     fp8: tensors that the model keeps in fp8 and was sent in another dtype, with rows and columns of a block. The map
         then says nothing else: they have to be sent quantized.
     """
 
     model: str = ""
-    layers: int = 0
     storages: tuple[Storage, ...] = ()
     moves: tuple[Move, ...] = ()
     constants: tuple[Constant, ...] = ()
@@ -182,8 +177,6 @@ class LoadMap(msgspec.Struct, frozen=True, array_like=True, dict=True):
     skipped: tuple[tuple[int, str], ...] = ()
     not_held: tuple[tuple[int, str], ...] = ()
     derives: bool = False
-    unknown: str = ""
-    no_room: str = ""
     fp8: tuple[tuple[int, int, int], ...] = ()
 
     @cached_property

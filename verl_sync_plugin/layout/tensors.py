@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from verl_sync_plugin.layout.strided import Run
 
@@ -255,9 +255,3 @@ def dtype_name(dtype: torch.dtype) -> str:
 def clean_name(name: str) -> str:
     """A module or parameter name without the segments that FSDP1 and activation checkpointing insert."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def layers_of(config: Any) -> int:
-    """Decoder layers that a model's configuration names; 0 where it does not say."""
-    number = getattr(getattr(config, "text_config", None) or config, "num_hidden_layers", 0)
-    return number if isinstance(number, int) else 0

@@ -309,7 +309,7 @@ class ShardingManager(BaseShardingManager):
         OtherDtypesError where some tensors travel in another dtype now."""
         trainer = self.trainer
         self.comparison.note(found)
-        kept = self.comparison.learn(plan, loaded=False, layers=trainer.layers if trainer else 0)
+        kept = self.comparison.learn(plan, loaded=False)
         blocks = self.comparison.blocks
         if (kept or blocks) and self.agreement.any(
             "learning dtypes", lambda: trainer is not None and trainer.policy.learn(kept, blocks)
@@ -344,8 +344,6 @@ class ShardingManager(BaseShardingManager):
             with agreement.attempt():
                 weighed = comparison.weighed(self.sender.sums(sync.plan), committed, sync.verified)
             agreement.settle("weighing what the engine holds")
-        if sync.verified:
-            comparison.refuse_unproven()
         with agreement.attempt():
             if self.meeting.pending is not None:
                 report.stages = {"sleep": await self.endpoint.answered(self.meeting.pending), **report.stages}
@@ -355,8 +353,7 @@ class ShardingManager(BaseShardingManager):
         report.coverage_missing = len(comparison.unwritten)
         if sync.verified:
             report.verified_tensors, report.not_comparable = len(comparison.compared), len(comparison.left_out)
-            report.no_room = comparison.no_room
-        self.cadence.note(sync.plan.digest, whole=not (sync.verified and comparison.no_room))
+        self.cadence.note(sync.plan.digest)
 
     def _committed(self, sync: Sync, way: Way) -> Committed | None:
         """Has the engine rank commit; ``None`` where this rank has none."""

@@ -21,7 +21,7 @@ from verl_sync_plugin.config.settings import TRAINERS, TURN_OFF, SyncConfig
 from verl_sync_plugin.errors import RegistryConflictError
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Run, compose
-from verl_sync_plugin.layout.tensors import SCALE, Base, Bucket, Plan, Shard, layers_of
+from verl_sync_plugin.layout.tensors import SCALE, Base, Bucket, Plan, Shard
 from verl_sync_plugin.layout.tensors import dtype_name as dtype_name
 from verl_sync_plugin.lora.peft import is_adapter
 from verl_sync_plugin.transport.agreement import Agreement
@@ -122,11 +122,6 @@ class TrainerBackend(ABC):
     def open_adapter(self, source: ParameterSource) -> ServedAdapter:
         """Opens the adapter to serve, once, where ``serves_adapter``; ``source`` is what ``open_source`` returned."""
         raise TypeError(f"{type(self).__qualname__} has no adapter to serve")
-
-    @property
-    def layers(self) -> int:
-        """Decoder layers of the model; 0 when that is unknown."""
-        return layers_of(getattr(getattr(self.engine, "model_config", None), "hf_config", None))
 
     @cached_property
     def policy(self) -> WirePolicy:

@@ -133,10 +133,6 @@ class ScriptTrainer(TrainerBackend):
         return "script"
 
     @property
-    def layers(self) -> int:
-        return 0 if self._inner is None else self._inner.layers
-
-    @property
     def architectures(self) -> tuple[str, ...]:
         return tuple(self.engine.config.get("architectures") or ())
 

@@ -13,7 +13,6 @@ import torch
 
 from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.engine.model import EngineModel
-from verl_sync_plugin.layout.tensors import layers_of
 from verl_sync_plugin.rollouts.sglang.refusals import ARGUMENTS
 
 # A tied model's one weight as checkpoints have it, and its second name, which most checkpoints leave out
@@ -59,10 +58,6 @@ class SGLangModel(EngineModel):
         self._routers = [each for each in module.modules() if ROUTER_COPY in each._buffers]
         self._norms = [(each, each._buffers[NORM_COPY]) for each in module.modules() if NORM_COPY in each._buffers]
 
-    @property
-    def layers(self) -> int:
-        return layers_of(getattr(self._model, "config", None))
-
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         with _every_replica():
             self._model.load_weights(self._under_both_names(tensors) if self._copies_tied else tensors)
@@ -107,6 +102,10 @@ class SGLangModel(EngineModel):
 
     def derive_after_load(self) -> None:
         self._model.post_load_weights()
+
+    @property
+    def refreshed(self) -> list[torch.Tensor]:
+        return [module.weight for module, _ in self._norms]
 
     @torch.no_grad()
     def refresh_copies(self) -> None:

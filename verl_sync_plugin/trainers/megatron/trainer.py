@@ -43,11 +43,6 @@ class MegatronTrainer(TrainerBackend):
         self._peft = getattr(self.engine, "peft_cls", None) is not None
         self.serves_adapter = self._peft and not self.engine.model_config.lora.get("merge", False)
 
-    @property
-    def layers(self) -> int:
-        """``override_transformer_config`` may say otherwise than the checkpoint."""
-        return getattr(getattr(self.engine, "tf_config", None), "num_layers", None) or super().layers
-
     def open_source(self) -> ParameterSource:
         refuse_engine(self.engine)
         chunks, bound, merges = self.engine.module, self.config.timeout_seconds, self._peft and not self.serves_adapter
