@@ -56,7 +56,7 @@ class AdapterSender:
         with report.stage("plan"):
             agreement.step("planning the adapter", self._adapter.look)
         with report.stage("gather"):
-            run = f"adapter {agreement.number}.{self._gathered}"
+            run = f"adapter {agreement.name}.{self._gathered}"
             factors = agreement.run("gathering the adapter", self._gather(run)) or {}
         agreement.settle("gathering the adapter")
         return factors
