@@ -345,7 +345,7 @@ def test_parameters_are_let_go_of_once_they_are_not_read_in_place(qwen2: str, tm
             place.sync()
         assert place.model.holds(place.source.weights)
         (session,) = loader._sessions.values()
-        assert (place.manager.report.direct_bytes > 0) is direct is bool(session._regions._mapped), place.manager.report
+        assert place.manager.report.in_place is direct is bool(session._regions._mapped), place.manager.report
         assert look is half_gone or mapped() == (2 * own if direct else own)
     place.close()
 

@@ -31,7 +31,7 @@ WRONG = {
 }
 FIELDS = (
     "tensors", "hashed_tensors", "verified_tensors", "not_comparable", "coverage_expected", "coverage_missing",
-    "nbytes", "own_bytes", "peer_bytes", "direct_bytes", "staging_bytes", "peak_device_bytes", "peak_host_bytes",
+    "nbytes", "staging_bytes", "peak_device_bytes", "peak_host_bytes",
     "delivery",
 )  # fmt: skip
 STYLE = """

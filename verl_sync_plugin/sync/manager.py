@@ -326,7 +326,7 @@ class ShardingManager(BaseShardingManager):
         with agreement.attempt():
             if not agreement.failed:
                 way.check_finite(sync)
-                committed = self._committed(sync, way)
+                committed = self._committed(sync)
                 news = comparison.note(committed.map if committed else None) or not comparison.knows(sync.plan)
                 if not news:
                     weighed = comparison.weighed(self.sender.sums(sync.plan), committed, sync.verified)
@@ -358,12 +358,13 @@ class ShardingManager(BaseShardingManager):
             report.no_room = comparison.no_room
         self.cadence.note(sync.plan.digest, whole=not (sync.verified and comparison.no_room))
 
-    def _committed(self, sync: Sync, way: Way) -> Committed | None:
+    def _committed(self, sync: Sync) -> Committed | None:
         """Has the engine rank commit; ``None`` where this rank has none."""
+        report = sync.report
         committed = self.sender.commit(not sync.keeps_staging) if self.endpoint.ranks else None
         self.ways.direct.note(committed, sync.plan)
         if committed is not None:
-            sync.report.note(committed, sync.plan, way is self.ways.direct)
+            report.replayed_tensors, report.activation_bytes = committed.replayed_tensors, committed.activation_bytes
             if committed.held is not None:
                 refuse_changed(committed.held.changed)
         return committed

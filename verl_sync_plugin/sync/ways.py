@@ -79,12 +79,10 @@ class Reach:
     Attributes:
         sharded: engine ranks read segments from several ranks, so plans are sharded; ``None`` until it is decided.
         why: why not.
-        hosts: of all ranks; empty where nobody has asked.
     """
 
     def __init__(self) -> None:
         self.sharded: bool | None = None
-        self.hosts: tuple[str, ...] = ()
         self.why = "no ranks share out the model"
 
     def decide(self, agreement: Agreement, sharing: tuple[int, ...], who: str) -> None:
@@ -93,13 +91,8 @@ class Reach:
         self.sharded = False
         if len(sharing) > 1:
             everywhere = agreement.gather("finding out which ranks share a host", (host_name(), sharing))
-            self.hosts = tuple(host for host, _ in everywhere)
-            self.sharded = all(len({self.hosts[rank] for rank in ranks}) == 1 for _, ranks in everywhere)
+            self.sharded = all(len({everywhere[rank][0] for rank in ranks}) == 1 for _, ranks in everywhere)
             self.why = f"{who} are on several hosts"
-
-    def elsewhere(self, ranks: tuple[int, ...], rank: int) -> int:
-        """Counts those of these ranks that are on another host than one of them; 0 as long as nobody has asked."""
-        return sum(self.hosts[other] != self.hosts[rank] for other in ranks) if self.hosts else 0
 
 
 class Way(ABC):
@@ -434,7 +427,6 @@ class Staged(Way):
         else:
             return  # every rank has packed all of it
         self._sender.broadcast(bucket, index % SLOTS, sync.senders, start)
-        sync.report.network_bytes += bucket.stride * self._reach.elsewhere(sync.senders[: bucket.world], self._me)
 
     def close(self, sync: Sync) -> None:
         """Gives the staging memory back where the engine would lack it. By now all engine ranks have unmapped it, but
