@@ -234,7 +234,7 @@ class ShardingManager(BaseShardingManager):
             shards = agreement.step("reading the shards", source.shards)  # it knows its group from then on
             reach.decide(agreement, ranks_of(source.group, rank), "ranks that share out the model")
         sync: Sync | None = None
-        votes = [0] * 5
+        votes = [0] * 4
         with agreement.attempt():
             if not agreement.failed:
                 shards = shards or source.shards()

@@ -61,7 +61,7 @@ class SeparateManager(ShardingManager):
             handed = agreement.share("handing out the plan", plan)
             self.planned = plan = handed if lacking else plan
         assert plan is not None, "handed out"
-        sync, votes = self._sync_of(plan, senders, verified, shards), [0] * 4
+        sync, votes = self._sync_of(plan, senders, verified, shards), [0] * 3
         with self.agreement.attempt():
             votes = self.ways.votes(sync)
         return sync, self.ways.take(sync, self.agreement.vote("choosing the way", votes).tolist())
