@@ -8,7 +8,7 @@ of the engine once the trainer has made room. A LoRA adapter is merged on the wa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from verl_sync_plugin.log import say
 from verl_sync_plugin.report import SyncReport, progress
 from verl_sync_plugin.room import measured, no_collection, note_device_memory
 from verl_sync_plugin.sync.endpoint import MeetingPoint, RolloutEndpoint
-from verl_sync_plugin.sync.lora import AdapterSender
+from verl_sync_plugin.sync.lora import AdapterSender, Factors, deliver
 from verl_sync_plugin.sync.sender import BucketSender, slot_limit
 from verl_sync_plugin.sync.ways import Sync, Way, WayRefusedError, Ways, ranks_of
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
@@ -87,6 +87,7 @@ class ShardingManager(BaseShardingManager):
             self.trainer = self.backend(engine, config, device, rollout_dtype)
         self.source: ParameterSource | None = None
         self.agreement = agreement or Agreement(config.timeout_seconds)
+        self._own = own or self.agreement
         self.sender = BucketSender(device, config.timeout_seconds)
         self.meeting = MeetingPoint(self.agreement, endpoint, self.sender, config.timeout_seconds)
         self.ways = Ways(config, self.agreement, self.sender, own)
@@ -371,9 +372,20 @@ class ShardingManager(BaseShardingManager):
 
     async def send_adapter(self, version: str | None) -> None:
         """Collective: gathers the adapter's factors and has the engine load them; errors as of ``update_weights``."""
+        try:
+            settings, factors = self.gather_adapter()
+            with self.report.stage("deliver_adapter"):
+                await deliver(self.agreement, self.endpoint, settings, factors, self.report, version)
+        finally:
+            if self._adapter_sender is not None:
+                self._adapter_sender.release()
+
+    def gather_adapter(self) -> tuple[Mapping[str, Any], Callable[[], Factors]]:
+        """Collective: returns the adapter as ``deliver`` takes it, which is on a rank that has a trainer."""
         if self._adapter_sender is None:
-            self._adapter_sender = self.agreement.step("opening the adapter", self.open_adapter)
-        await self._adapter_sender.send(self.agreement, self.endpoint, self.report, version)
+            self._adapter_sender = self._own.step("opening the adapter", self.open_adapter)
+        factors = self._adapter_sender.gather(self._own, self.report)
+        return self._adapter_sender.settings, lambda: factors
 
     def open_adapter(self) -> AdapterSender:
         """Called once, on a rank that has a trainer."""

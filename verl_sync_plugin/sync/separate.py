@@ -7,7 +7,7 @@ engine rank load. Both go through the same steps of the same method (``ShardingM
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ import torch
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.tensors import Shard
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
-from verl_sync_plugin.sync.lora import deliver
+from verl_sync_plugin.sync.lora import Factors
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.ways import Sync, Way, ranks_of
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
@@ -75,22 +75,23 @@ class SeparateManager(ShardingManager):
         what = "asking who lacks the base"
         return self.agreement.any(what, lambda: bool(self.endpoint.ranks) and not self._base_sent)
 
-    async def send_adapter(self, version: str | None) -> None:
-        """The trainer's ranks gather the adapter, rank 0 hands it to all. Errors as of ``ShardingManager``."""
+    def gather_adapter(self) -> tuple[Mapping[str, Any], Callable[[], Factors]]:
+        """The trainer's ranks gather the adapter, rank 0 hands it to all."""
         found: Adapter | None = None
         with self.agreement.attempt():
-            found = self.gather_adapter()
+            if self.trainer is not None:
+                settings, gathered = super().gather_adapter()
+                if self.agreement.ranks.rank == 0:
+                    # Cloned: names that share a factor, as those that Megatron fuses do, safetensors does not take
+                    whole, factors = torch.contiguous_format, gathered()
+                    packed = safetensors.torch.save({n: f.cpu().clone(memory_format=whole) for n, f in factors.items()})
+                    self.report.nbytes += len(packed)
+                    self.report.tensors += len(factors)
+                    found = dict(settings), packed
         self.agreement.settle("gathering the adapter")
-        with self.report.stage("deliver_adapter"):
-            adapter = self.agreement.share("handing out the adapter", found)
-            assert adapter is not None, "gathered by the trainer's ranks"
-            settings, packed = adapter
-            factors = partial(safetensors.torch.load, packed)
-            await deliver(self.agreement, self.endpoint, settings, factors, self.report, version)
-
-    def gather_adapter(self) -> Adapter | None:
-        """Collective over the trainer's ranks, of which rank 0 returns the trainer's adapter."""
-        return None
+        adapter = self.agreement.share("handing out the adapter", found)
+        assert adapter is not None, "gathered by the trainer's ranks"
+        return adapter[0], partial(safetensors.torch.load, adapter[1])
 
     def close(self) -> None:
         """Gives everything back; the group is somebody else's."""
@@ -114,23 +115,6 @@ class SeparateTrainer(SeparateManager):
     def take_over(self, before: SeparateTrainer) -> None:
         """Goes on with what the manager of the group before has opened of the trainer."""
         self.source, self.trainer, self._adapter_sender = before.source, before.trainer, before._adapter_sender
-
-    def gather_adapter(self) -> Adapter | None:
-        if self._adapter_sender is None:
-            self._adapter_sender = self._own.step("opening the adapter", self.open_adapter)
-        sender, report = self._adapter_sender, self.report
-        try:
-            factors = sender.gather(self._own, report)
-            if self.agreement.ranks.rank:
-                return None
-            # Cloned: names that share a factor, as those that Megatron fuses do, safetensors does not take
-            whole = torch.contiguous_format
-            packed = safetensors.torch.save({n: f.cpu().clone(memory_format=whole) for n, f in factors.items()})
-        finally:
-            sender.release()
-        report.nbytes += len(packed)
-        report.tensors += len(factors)
-        return dict(sender.settings), packed
 
     def plan(self) -> tuple[Sync, Way]:
         """Collective: the trainer's ranks plan among themselves; what comes of it is handed out to all."""
