@@ -15,11 +15,11 @@ import safetensors.torch
 import torch
 
 from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.layout.tensors import Shard
+from verl_sync_plugin.layout.tensors import Plan, Shard
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.lora import Factors
 from verl_sync_plugin.sync.manager import ShardingManager
-from verl_sync_plugin.sync.ways import Sync, Way, ranks_of
+from verl_sync_plugin.sync.ways import ranks_of
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.transport.agreement import Agreement, Alone, Ranks
 from verl_sync_plugin.transport.joint import JointRanks
@@ -50,21 +50,15 @@ class SeparateManager(ShardingManager):
         self.ways.reach.decide(everyone, tuple(range(ranks.size)), "trainer and rollout ranks")
         self._serves: bool | None = None  # what the trainer says of its adapter, once there is a group
 
-    def _planned(self, senders: tuple[int, ...], shards: list[Shard]) -> tuple[Sync, Way]:
-        """Collective: the sync of rank 0's plan and senders, and its way; the plan travels where any rank lacks it."""
-        agreement, plan = self.agreement, self.planned
-        agreement.settle("planning the sync")
-        named = (plan.digest, senders, self.cadence.due(plan.digest)) if plan else ("", senders, False)
-        digest, senders, verified = agreement.share("naming the plan", named)
-        lacking = plan is None or plan.digest != digest
-        if agreement.settle("asking who lacks the plan", waiting=lacking):
-            handed = agreement.share("handing out the plan", plan)
-            self.planned = plan = handed if lacking else plan
-        assert plan is not None, "handed out"
-        sync, votes = self._sync_of(plan, senders, verified, shards), [0] * 3
+    def _agree(self) -> Plan | None:
+        """Collective: the plan of the trainer's ranks, which rank 0 hands to all."""
         with self.agreement.attempt():
-            votes = self.ways.votes(sync)
-        return sync, self.ways.take(sync, self.agreement.vote("choosing the way", votes).tolist())
+            super()._agree()
+        named = self.planned, ranks_of(self.source.group if self.source else None, 0)
+        handed, self._senders = self.agreement.share("handing out the plan", named)
+        if self.trainer is None:
+            self.planned = handed
+        return self.planned
 
     def serves_adapter(self) -> bool:
         if self._serves is None:
@@ -116,25 +110,6 @@ class SeparateTrainer(SeparateManager):
         """Goes on with what the manager of the group before has opened of the trainer."""
         self.source, self.trainer, self._adapter_sender = before.source, before.trainer, before._adapter_sender
 
-    def plan(self) -> tuple[Sync, Way]:
-        """Collective: the trainer's ranks plan among themselves; what comes of it is handed out to all."""
-        shards: list[Shard] = []
-        senders: tuple[int, ...] = ()
-        with self.agreement.attempt():
-            if self._own.any("asking who has not opened the trainer", lambda: self.source is None):
-                self.source = self._own.step("opening the trainer", self.open_source)
-            assert self.source is not None, "opened"
-            source = self.source = self.source.agree_on_layout(self._own)
-
-            def changed() -> bool:
-                shards.extend(source.shards())
-                return self.make_plan(source, shards) is not self.agreed
-
-            if self._own.any("planning the sync", changed):
-                self._compare_plans(self._own)
-            senders = ranks_of(source.group, 0)
-        return self._planned(senders, shards)
-
 
 class _NoTrainer(ParameterSource):
     def shards(self) -> list[Shard]:
@@ -159,9 +134,8 @@ class SeparateRollout(SeparateManager):
         """Goes on with what the engine got in the group before."""
         self._base_sent = before._base_sent
 
-    def plan(self) -> tuple[Sync, Way]:
-        """Collective: takes the trainer's plan."""
-        return self._planned((), [])
+    def make_plan(self, source: ParameterSource, shards: list[Shard]) -> None:
+        """The trainer's ranks do."""
 
 
 def manager_of(ranks: JointRanks, before: M | None, make: Callable[[], M]) -> M:
