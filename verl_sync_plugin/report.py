@@ -18,7 +18,6 @@ from verl_sync_plugin.log import say
 
 if TYPE_CHECKING:  # what reads report files later needs no torch
     from verl_sync_plugin.layout.tensors import Plan
-    from verl_sync_plugin.transport.protocol import Committed
 
 # In the order of a training step; "phase" is their sum. "before" and "after" make room in device memory, "barrier" is
 # the wait for the other ranks to have done so. These three and "offload" are there where our worker runs
@@ -32,16 +31,15 @@ REPORT_FILE_VARIABLE = "VERL_SYNC_REPORT_FILE"
 EVENT = "sync_report"  # marks our lines in that file
 EVERY_SECONDS = 5.0  # between lines about a sync that takes long
 ACTIVE = "sync/active"  # the metric that stock verl never has: 1 in every step of a run whose weights the plugin moves
-ENGINES_BYTES = ("own_bytes", "peer_bytes", "gathered_bytes", "network_bytes", "direct_bytes", "activation_bytes")
 # How reports of several replicas become one metric
 METRICS: dict[Callable[[Iterator[float]], float], tuple[str, ...]] = {
-    sum: ("bytes", *ENGINES_BYTES[:-1]),
+    sum: ("bytes",),
     max: (
         *("buckets", "bucket_bytes", "emptied_caches", "released_bytes", "tensors", "weight_version"),
         *("peak_device_bytes", "peak_host_bytes", "coverage_expected", "coverage_missing", "activation_bytes"),
         "not_comparable",
     ),
-    min: ("gigabytes_per_second", "verified_tensors", "replayed_tensors"),
+    min: ("gigabytes_per_second", "in_place", "verified_tensors", "replayed_tensors"),
 }
 
 _with_versions: set[str] = set()  # files in which this process has named its versions
@@ -56,7 +54,7 @@ class SyncReport:
     manager: str = ""  # class name of the sharding manager that ran
     delivery: str = ""  # the way of the base weights; empty when none travelled
     stages: dict[str, float] = field(default_factory=dict)  # seconds by name
-    nbytes: int = 0  # of all buckets; an engine rank reads ``own_bytes + peer_bytes`` of them, hashing included
+    nbytes: int = 0  # of all buckets; an engine rank reads what it needs of them
     buckets: int = 0  # number of transfers
     bucket_bytes: int = 0  # the size that the user sets; 0 when no base weights travelled
     tensors: int = 0  # number of HF tensors
@@ -68,11 +66,6 @@ class SyncReport:
     coverage_expected: int = 0  # parameters and persistent buffers of the engine's model
     coverage_missing: int = 0  # how many of them a sync does not write completely
     replayed_tensors: int = 0  # HF tensors that went by the load map instead of the engine's ``load_weights``
-    own_bytes: int = 0  # what the engine rank read on its own device, from its own trainer rank
-    peer_bytes: int = 0  # what it read from other ranks' memory; if separate, all but what its own rollout rank got
-    gathered_bytes: int = 0  # of buckets that were broadcast: what other ranks packed
-    network_bytes: int = 0  # what this rank received of segments that ranks of other hosts packed
-    direct_bytes: int = 0  # of own and peer: what the engine rank read from parameters where they lie
     activation_bytes: int = 0  # the most that the engine allocated on top since the sync before; 0 when unknown
     verified_tensors: int = 0  # compared with the engines' own parameters; 0 in a sync that is not verified
     not_comparable: int = 0  # tensors of which that cannot be compared
@@ -96,15 +89,6 @@ class SyncReport:
         epoch = round(time.time() - time.perf_counter(), 6)
         origin = {"host": socket.gethostname(), "pid": os.getpid(), "device": "CPU", "epoch": epoch, **run}
         return cls(-1 if global_steps is None else int(global_steps), manager, origin=origin)
-
-    def note(self, committed: Committed, plan: Plan, direct: bool = False) -> None:
-        """Takes over what the engine rank did."""
-        self.replayed_tensors, self.activation_bytes = committed.replayed_tensors, committed.activation_bytes
-        self.own_bytes, self.peer_bytes = committed.own_bytes, committed.peer_bytes
-        if direct:
-            self.direct_bytes = committed.own_bytes + committed.peer_bytes
-        elif not plan.sharded:
-            self.gathered_bytes = sum(bucket.nbytes - bucket.stride for bucket in plan.buckets)
 
     def note_release(self, released: int | None) -> None:
         """Counts ``released`` bytes of cached device memory; ``None`` when there was no need."""
@@ -148,6 +132,11 @@ class SyncReport:
     def gigabytes_per_second(self) -> float:
         seconds = self.stages.get("update_weights", 0.0)
         return self.nbytes / seconds / 1e9 if seconds else 0.0
+
+    @property
+    def in_place(self) -> bool:
+        """True if engine ranks read parameters where they lie."""
+        return self.delivery == "direct"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -206,7 +195,8 @@ def sent(report: Mapping[str, Any]) -> dict[str, float]:
     """Metrics of a sync that a trainer rank without an engine knows, from its report: ``timing_s/sync/...`` too."""
     timing = {f"timing_s/{name}": value for name, value in timing_of([report]).items()}
     # of these it would report zeros that say nothing
-    unknown = {f"sync/{name}" for name in (*ENGINES_BYTES, "coverage_expected", "coverage_missing", "replayed_tensors")}
+    names = ("activation_bytes", "coverage_expected", "coverage_missing", "replayed_tensors")
+    unknown = {f"sync/{name}" for name in names}
     return {**timing, **{name: value for name, value in metrics_of([report]).items() if name not in unknown}}
 
 

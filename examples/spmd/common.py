@@ -115,7 +115,7 @@ def sync(rollout: SpmdRollout, model: torch.nn.Module, options: argparse.Namespa
             "phase_seconds": round(report.phase_seconds, 4),
             "bytes": report.nbytes,
             "tensors": report.tensors,
-            "direct_bytes": report.direct_bytes,
+            "delivery": report.delivery,
             "manager": report.manager,
             "stages": {name: round(seconds, 4) for name, seconds in report.stages.items()},
         }

@@ -39,7 +39,7 @@ from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.trainers.base import ParameterSource, ShardStream
 from verl_sync_plugin.transport.channel import Channel
-from verl_sync_plugin.transport.memory import Live, LiveParameters
+from verl_sync_plugin.transport.memory import Live, LiveParameters, NotDirectError
 from verl_sync_plugin.transport.protocol import Committed, together_seconds
 
 CPU = torch.device("cpu")
@@ -325,27 +325,29 @@ def mapped() -> int:
 def test_parameters_are_let_go_of_once_they_are_not_read_in_place(qwen2: str, tmp_path: Path) -> None:
     """Not after a staged sync, nor where some of them cannot be mapped."""
     place = OneProcess(qwen2, tmp_path)
-    own, in_place, honest = mapped(), place.manager.ways.direct, LiveParameters.look
+    own, honest = mapped(), LiveParameters.look
 
     def half_gone(*args: Any) -> Live:
         live = honest(*args)
         gone = replace(live.regions[-1], key="gone", handle=("/gone",))
         return replace(live, key="half gone", regions=(*live.regions[:-1], gone))
 
-    for wanted, look, direct in (
-        *((True, honest, number > 0) for number in range(3)),
-        (False, honest, False),
-        *((True, honest, True),) * 2,
-        *((True, half_gone, False),) * 2,
+    def private(*_: Any) -> Live:
+        raise NotDirectError("injected")
+
+    for look, direct in (
+        *((honest, number > 0) for number in range(3)),
+        (private, False),
+        *((honest, True),) * 2,
+        *((half_gone, False),) * 2,
     ):
-        in_place.wanted = wanted
-        if not wanted:  # as after a sync that failed before the trainer said where its parameters lie
+        if look is private:  # as after a sync that failed before the trainer said where its parameters lie
             next(iter(loader._sessions.values()))._lives = ()
         with mock.patch.object(LiveParameters, "look", look):
             place.sync()
         assert place.model.holds(place.source.weights)
         (session,) = loader._sessions.values()
-        assert (place.manager.report.direct_bytes > 0) is direct is bool(session._regions._mapped), place.manager.report
+        assert place.manager.report.in_place is direct is bool(session._regions._mapped), place.manager.report
         assert look is half_gone or mapped() == (2 * own if direct else own)
     place.close()
 

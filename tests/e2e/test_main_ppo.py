@@ -41,14 +41,14 @@ def test_whole_model_travels_in_buckets_smaller_than_its_tensors(trained: Run, l
     for report in trained.reports:
         assert report["tensors"] == len(sizes) and report["coverage_expected"] == 17
         assert report["bucket_bytes"] == BUCKET_BYTES
-        segments = 2 if report["peer_bytes"] else 1  # of a sharded bucket, every rank stages one
-        assert sum(sizes) <= report["nbytes"] <= min(1.01 * sum(sizes), report["buckets"] * BUCKET_BYTES * segments)
+        # Of a sharded bucket, each of two ranks stages one segment
+        assert sum(sizes) <= report["nbytes"] <= min(1.01 * sum(sizes), report["buckets"] * BUCKET_BYTES * 2)
 
 
 def test_a_load_that_the_engine_refuses_ends_the_run(trained: Run) -> None:
     """One engine rank fails in the fourth sync: loud, soon, and the same for both trainer ranks."""
     assert trained.returncode != 0, trained.tail
-    failures = trained.matching(r"\[verl-sync-plugin\] pid \d+ sync 4 \(step 3\)( once more)? failed in the engine")
+    failures = trained.matching(r"\[verl-sync-plugin\] pid \d+ sync 4 \(step 3\) of group \w+ failed in the engine")
     assert failures, trained.tail
     assert trained.seconds - failures[0].seconds < 60, trained.tail
     # Every mention of the error is the same text; it names the rank and the cause

@@ -61,8 +61,6 @@ def test_engines_that_keep_their_memory_are_synced_once_a_step(play: Play) -> No
     for report in run.reports:
         assert report["stages"]["sleep"] == 0 and "resume_weights" not in report["stages"], report
         assert report["replayed_tensors"] == report["tensors"] > 0, report
-        # Every engine holds the whole model, of which each trainer rank packs a half
-        assert report["own_bytes"] == report["peer_bytes"] == report["nbytes"] // 2, report
     for step in (1, 2):
         both = [report["nbytes"] for report in run.reports if report["global_steps"] == step]
         assert run.logged[step]["sync/bytes"] == sum(both)

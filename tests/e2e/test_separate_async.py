@@ -25,7 +25,7 @@ def synced(run: Run, versions: list[int]) -> None:
     for report in found:
         assert report["coverage_expected"] > 10 and report["coverage_missing"] == 0, report
         assert report["replayed_tensors"] == report["tensors"] > 0, report
-        assert report["gathered_bytes"] == 0 < report["own_bytes"] + report["peer_bytes"], report
+        assert report["delivery"] in ("staged", "direct"), report
     assert not run.matching("stock verl moves the weights|stock loading"), run.tail
 
 

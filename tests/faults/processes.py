@@ -96,7 +96,7 @@ class Trainer:
         asyncio.run(worker_calls(self._adapter, self._stream(), version))
         report = self._adapter._manager.report
         assert report.verified_tensors > 0 == report.not_comparable, "the engine's memory is not proven whole"
-        return "direct" if report.direct_bytes else "staged"
+        return report.delivery
 
 
 class Server:

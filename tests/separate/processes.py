@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from wrapt import wrap_function_wrapper
 
 from bare_engine import trainer
 
@@ -33,6 +34,7 @@ class Host:
 
         given = {"bucket_size": BUCKET_BYTES, "is_master": is_master, "sync": SYNC, "rollout": "sglang"}
         self.engine: Any = CheckpointEngineRegistry.new(BACKEND, **given)
+        self._rounds: list[str] = []
 
     def prepare(self) -> Any:
         return self.engine.prepare()
@@ -63,6 +65,20 @@ class Host:
             raise MemoryError(f"injected: {name}")
 
         setattr(owner, name, broken)
+
+    def note_rounds(self) -> None:
+        """From now on ``rounds`` has what this rank exchanges with others, by name."""
+        from verl_sync_plugin.transport.agreement import Agreement
+
+        def noted(honest: Any, agreement: Agreement, args: Any, more: Any) -> Any:
+            self._rounds.append(args[0])
+            return honest(*args, **more)
+
+        for name in ("vote", "gather", "share"):
+            wrap_function_wrapper(Agreement, name, noted)
+
+    def rounds(self) -> list[str]:
+        return self._rounds
 
     def end(self) -> None:
         dist.destroy_process_group()

@@ -60,9 +60,6 @@ class Rollout(Host):
         differing: list[str] = self.sglang.differs(checkpoint, folder)
         return differing
 
-    def nbytes(self, path: Path) -> list[int]:
-        return [sum(tensor.nbytes for tensor in held.values()) for held in self.sglang.state(path)]
-
     def spoil(self, parameter: str) -> None:
         """The engine flips a bit of a parameter after the copies of the next sync."""
         self.sglang.call(self.sglang.ask_loader(SPOIL, parameter))

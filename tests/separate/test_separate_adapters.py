@@ -80,18 +80,19 @@ def fail_and_recover(driver: Driver, first: Member, second: Member, factors: int
 
 
 def test_a_merged_adapter_reaches_the_engine(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
-    """Staged in every sync, for it is made on the way; each tensor-parallel rank of the engine reads only its part."""
+    """Staged in every sync, for it is made on the way."""
     model, words = tiny_model("qwen2"), list[Words]()
     with members(model, 1, "processes.MergedLoRATrainer", tp=2) as (driver, ranks):
         together(driver.trainers, "share", tmp_path)
-        kept = ranks[0].ask("nbytes", tmp_path / "kept").answer()
         for version in (1, 2, 3):
             together(driver.trainers, "train", version)
             reports = none_failed(driver.sync(version, ranks))[2:]
-            assert [report["own_bytes"] + report["peer_bytes"] for report in reports] == kept, reports
             for report in reports:
-                assert report["delivery"] == "staged" and report["gathered_bytes"] == report["network_bytes"] == 0
-                assert report["replayed_tensors"] == report["tensors"] and report["coverage_missing"] == 0, report
+                assert (
+                    report["delivery"] == "staged"
+                    and report["replayed_tensors"] == report["tensors"]
+                    and report["coverage_missing"] == 0
+                ), report
                 assert report["global_steps"] == version, report
             words.append(serves(driver, ranks[0], tmp_path / str(version)))
             assert far(words[-1], Path(model)) > 2 * BOUND, "the adapter changes little"

@@ -56,7 +56,7 @@ def serves(rollout: SpmdRollout, source: Any, expected: torch.nn.Module) -> Gene
     """The engine has the source's weights after a sync, and every sync is whole and proven."""
     report = rollout.sync_weights(source)
     assert (report.manager, report.coverage_missing, report.tensors > 20) == ("SpmdShardingManager", 0, True), report
-    assert report.coverage_expected > 10 and report.own_bytes > 0 and report.nbytes > 200_000, report
+    assert report.coverage_expected > 10 and report.nbytes > 200_000, report
     generated = rollout.generate(PROMPTS, GREEDY)
     assert off(generated, expected) < BOUND, off(generated, expected)
     return generated

@@ -28,7 +28,7 @@ STAGE_COLOURS = dict(zip(PHASE_STAGES, _COLOURS, strict=True))
 WRONG = {"coverage_missing": "left parameters of the engine unwritten"}
 FIELDS = (
     "tensors", "hashed_tensors", "verified_tensors", "not_comparable", "coverage_expected", "coverage_missing",
-    "nbytes", "own_bytes", "peer_bytes", "direct_bytes", "staging_bytes", "peak_device_bytes", "peak_host_bytes",
+    "nbytes", "staging_bytes", "peak_device_bytes", "peak_host_bytes",
     "delivery",
 )  # fmt: skip
 STYLE = """

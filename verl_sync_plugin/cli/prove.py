@@ -157,7 +157,7 @@ def prove(options: argparse.Namespace, checks: list[Check], reports: list[SyncRe
             checks.append(Check(f"reset {number}", not kept, found))
             reports.append(report := rollout.sync_weights(model))
             way = "replayed" if report.replayed_tensors else "the engine's own load"
-            way = "in place" if report.direct_bytes else way
+            way = "in place" if report.in_place else way
             other = _names(loaded, digests(), same=False)
             found = f"other: {some(other)}" if other else f"all {total} parameters as SGLang loads them itself"
             checks.append(Check(f"sync {number} ({way})", not other, f"{found}; {report.phase_seconds:.2f} s"))

@@ -29,7 +29,7 @@ def factors(word):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def weighed(bits, word):  # type: ignore[no-untyped-def]
-    """The same as ``plain._weighed``, before the sum."""
+    """Words times the factors of their halves, as in ``plain.hash_block``."""
     for_lower, for_upper = factors(word)
     lower = bits.to(tl.uint32).to(tl.uint64) * for_lower.to(tl.uint64)
     upper = (bits >> 32).to(tl.uint32).to(tl.uint64) * for_upper.to(tl.uint64)

@@ -9,7 +9,6 @@ left to the model is brought together in the same way, and given to its ``load_w
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -94,15 +93,6 @@ class _Work(NamedTuple):
     reads: list[Block]
     whole: tuple[Entry, ...]
 
-    def bytes_by_segment(self, segment: int) -> Counter[int]:
-        """The bytes read from each segment."""
-        read: Counter[int] = Counter()
-        for block in self.copies:
-            read[block.region] += block.width * block.count
-        for piece in (piece for entry in self.whole for piece in entry.pieces):
-            read[piece.source // segment] += piece.width * piece.count
-        return read
-
 
 class ModelLoad:
     """Belongs to one model and one manifest. Device memory: the tables (see ``KernelTable``).
@@ -137,7 +127,6 @@ class ModelLoad:
             self._key, self._layout = before._key, before._layout
         self._compiled = False
         self._live: tuple[tuple[str, ...], Memory, tuple[Prepared, Prepared], list[QuantizeTable]] | None = None
-        self._traffic: dict[int | None, tuple[int, int]] = {}
 
     def _shapes(self) -> list[tuple[object, ...]]:
         return [(name, self._entries[name].shape, self._entries[name].strides) for name in self._names]
@@ -183,7 +172,6 @@ class ModelLoad:
     # --------------------------------------------------------------------------------------------------- the tables
     def _compile(self) -> None:
         self._compiled, self._live = True, None
-        self._traffic.clear()
         self._copier = Copier(self.device, [t for _, t in model_tensors(self._model.module) if t.numel()])
         left, hulls = self.map.left_numbers, [hulls_of(entries) for entries in self.manifest.buckets]
         parts = read_parts(self.map, self.manifest.buckets, self._owners)
@@ -393,19 +381,6 @@ class ModelLoad:
         flags = torch.stack([flag for _, flag in odd]).tolist() if odd else []
         changed = dict.fromkeys(name for (name, _), flag in zip(odd, flags, strict=True) if flag)
         return Held(sums.cpu().numpy().astype("<i8").tobytes(), tuple(changed))
-
-    def traffic(self, near: int | None) -> tuple[int, int]:
-        """Bytes read on the engine rank's own device, and elsewhere; ``near``: the segment that is there, like buckets
-        that are not shared out. Without one, nothing is."""
-        if near not in self._traffic:
-            own = total = 0
-            for work, segment, world in zip(self._works, self.manifest.segments, self.manifest.worlds, strict=True):
-                read = work.bytes_by_segment(segment)
-                if near is not None:
-                    own += read[near] if self.manifest.sharded and world > 1 else read.total()
-                total += read.total()
-            self._traffic[near] = own, total - own
-        return self._traffic[near]
 
     def _say(self) -> None:
         how, many = "the kernel" if self._copier.kernel else "plain copies", len(self._names)

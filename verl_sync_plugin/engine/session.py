@@ -161,7 +161,6 @@ class ReceiverSession:
         channel.send(
             Committed(
                 load.replayed,
-                *load.traffic(hello.place if hello.paired else None),
                 sums,
                 load.obstacle or ("" if self._maps else "an engine rank could not map them"),
                 self._take_activations(),

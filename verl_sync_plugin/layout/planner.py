@@ -3,53 +3,17 @@
 
 Every rank fills its segment of a bucket with its own runs. A base that all ranks share (FSDP) has one place in every
 segment. Bases of one owner each (tensor, pipeline, expert parallel) fill the segments independently of one another: a
-bucket carries different layers of different stages, and is one transfer. Those that make up the same tensors travel in
-the same bucket, so that the engine gets these tensors whole; only what no segment can hold is torn.
+bucket carries different layers of different stages, and is one transfer. Segments are filled to the end: what does not
+fit is torn, and goes on in the next bucket.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import deque
-from dataclasses import dataclass
 
 from verl_sync_plugin.layout.strided import Partition, Run
 from verl_sync_plugin.layout.tensors import ALIGNMENT, Base, Bucket, Entry, Plan, Slice, View, align
-
-Owners = tuple[tuple[int, ...], ...]
-
-
-@dataclass(slots=True)
-class _Unit:
-    """Bases that travel together: the parts of one parameter, or a base that all ranks share. ``owners`` are the ranks
-    that hold something of each base; ``numel`` the elements of the longest run, of which ``done`` have been placed.
-    Where it is torn, multiples of ``grain`` elements stay together."""
-
-    bases: list[int]
-    owners: Owners
-    numel: int
-    itemsize: int
-    grain: int
-    done: int = 0
-
-    def room(self, used: list[int], capacity: int) -> int:
-        """Elements of each run that all owners can still take; 0 where the unit has to wait for the next bucket."""
-        free = (capacity - max([max([used[rank] for rank in ranks]) for ranks in self.owners])) // self.itemsize
-        left = self.numel - self.done
-        if free >= left:
-            return left
-        # Only what no bucket holds whole takes whatever room there is
-        return free // self.grain * self.grain if left * self.itemsize > capacity else 0
-
-    def place(self, count: int, used: list[int]) -> list[Slice]:
-        slices, end = [], self.done + count
-        for base, ranks in zip(self.bases, self.owners, strict=True):
-            offset = max([used[rank] for rank in ranks])
-            slices.append(Slice(base, self.done, end, offset))
-            for rank in ranks:
-                used[rank] = align(offset + count * self.itemsize)
-        self.done = end
-        return slices
 
 
 def plan_buckets(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False) -> Plan:
@@ -62,7 +26,8 @@ def plan_buckets(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = Fal
     """
     worlds = {len(base.lengths) for base in bases} - {1}
     assert len(worlds) <= 1, f"bases are sharded over groups of different sizes: {sorted(worlds)}"
-    groups, buckets = _groups(bases), list[Bucket]()
+    _refuse_duplicates(bases)
+    buckets = list[Bucket]()
     for world in [*worlds, 1]:
         capacity = bucket_bytes // (1 if sharded else world) // ALIGNMENT * ALIGNMENT
         if capacity < ALIGNMENT:
@@ -70,73 +35,49 @@ def plan_buckets(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = Fal
                 f"bucket of {bucket_bytes} bytes cannot serve {world} ranks with {ALIGNMENT} bytes each; "
                 "raise actor_rollout_ref.rollout.update_weights_bucket_megabytes"
             )
-        queues = _queues(bases, groups, world, capacity)
+        queues, done = _queues(bases, world), [0] * len(bases)
         while queues:
             used, slices = [0] * world, list[Slice]()
-            fits = True
-            while fits:
-                fits = False
-                for queue in list(queues.values()):  # every rank's segment is filled before the bucket is closed
-                    while queue and (room := queue[0].room(used, capacity)):
-                        fits = True
-                        slices.extend(queue[0].place(room, used))
-                        if queue[0].done == queue[0].numel:
-                            queue.popleft()
+            for owners, queue in queues.items():
+                while queue:
+                    base, begin, offset = bases[queue[0]], done[queue[0]], max([used[rank] for rank in owners])
+                    end = min(max(base.lengths), begin + (capacity - offset) // base.itemsize)
+                    if end > begin:
+                        slices.append(Slice(queue[0], begin, end, offset))
+                        done[queue[0]] = end
+                        for rank in owners:
+                            used[rank] = align(offset + (end - begin) * base.itemsize)
+                    if end < max(base.lengths):
+                        break
+                    queue.popleft()
             queues = {owners: queue for owners, queue in queues.items() if queue}
             buckets.append(_seal(bases, slices, max(used), world))
     digest = hashlib.sha256(repr((bases, bucket_bytes, sharded)).encode()).hexdigest()
     return Plan(bases, tuple(buckets), digest, sharded)
 
 
-def _groups(bases: tuple[Base, ...]) -> list[list[int]]:
-    """The bases that travel together, by number: the parts of one parameter, else each by itself."""
-    groups, seen = list[list[int]](), set[str]()
-    before: list[str] = []  # names of a parameter that may have more parts
+def _queues(bases: tuple[Base, ...], world: int) -> dict[tuple[int, ...], deque[int]]:
+    """The bases in model order, by number, grouped by the ranks that hold something of them."""
+    queues: dict[tuple[int, ...], deque[int]] = {}
     for index, base in enumerate(bases):
-        names = [view.name for view in base.views]
-        if names == before and _alone(base):
-            groups[-1].append(index)
+        if len(base.lengths) == world and any(base.lengths):
+            owners = tuple(rank for rank, held in enumerate(base.lengths) if held)
+            queues.setdefault(owners, deque()).append(index)
+    return queues
+
+
+def _refuse_duplicates(bases: tuple[Base, ...]) -> None:
+    """Only parts of one parameter have the same names: neighbours of one dtype, each a part of its tensors."""
+    seen, before = set[str](), None
+    for base in bases:
+        names, parted = [view.name for view in base.views], len(base.lengths) > 1 and any(v.shares for v in base.views)
+        if parted and (names, base.dtype) == before:
             continue
-        groups.append([index])
-        before = names if _alone(base) else []
+        before = (names, base.dtype) if parted else None
         for name in names:
             if name in seen:
                 raise ValueError(f"two tensors of the trainer's model are both named {name!r}")
             seen.add(name)
-    return groups
-
-
-def _alone(base: Base) -> bool:
-    """One rank of several holds all of it, which is a part of some tensors."""
-    return len(base.lengths) > 1 and any(view.shares for view in base.views)
-
-
-def _queues(bases: tuple[Base, ...], groups: list[list[int]], world: int, capacity: int) -> dict[Owners, deque[_Unit]]:
-    """The units in model order, grouped by the ranks that hold them."""
-    queues: dict[Owners, deque[_Unit]] = {}
-    for group in groups:
-        parts = [bases[index] for index in group]
-        longest = max(max(part.lengths) for part in parts)
-        if len(parts[0].lengths) != world or not longest:
-            continue
-        owners: Owners = (tuple(range(world)),)
-        if _alone(parts[0]):
-            names = [view.name for view in parts[0].views]
-            assert len({part.dtype for part in parts}) == 1, f"shards of several dtypes of {names}"
-            owners = tuple(tuple(rank for rank, held in enumerate(part.lengths) if held) for part in parts)
-            assert len(set(owners)) == len(owners), f"one rank owns two shards of {names}"
-        unit = _Unit(group, owners, longest, parts[0].itemsize, _grain(parts[0], capacity))
-        queues.setdefault(owners, deque()).append(unit)
-    return queues
-
-
-def _grain(base: Base, capacity: int) -> int:
-    """Elements of a view where views tile all runs (fused experts) and fit into a segment, else 1."""
-    spans = {view.span for view in base.views}
-    if len(spans) != 1 or _alone(base):
-        return 1
-    span = spans.pop()
-    return span if span * base.itemsize <= capacity and not any(length % span for length in base.lengths) else 1
 
 
 def _seal(bases: tuple[Base, ...], slices: list[Slice], stride: int, world: int) -> Bucket:

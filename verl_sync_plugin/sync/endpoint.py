@@ -2,7 +2,7 @@
 """One trainer rank's view of its rollout engine, of no engine in particular, and the meeting of trainer ranks and
 engine ranks: the load is asked for, awaited, or given up.
 
-Every sync has a socket of its own on every rank, named by a secret of the rank and the sync's number, and bound one
+Every sync has a socket of its own on every rank, named by the agreement, the rank and the sync's number, and bound one
 sync ahead: an engine rank of the next sync may come before its trainer rank has begun that, and one of a sync that was
 given up is refused at once.
 """
@@ -10,7 +10,6 @@ given up is refused at once.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -144,23 +143,24 @@ class RolloutEndpoint:
 class MeetingPoint:
     """This rank's sockets, and the engine's load of the sync under way: ``pending``, on the leader (see
     ``RolloutEndpoint.start_load``). ``sender`` adopts the channel to the engine rank, which may take ``seconds`` to
-    come."""
+    come. Constructed by all ranks together."""
 
     def __init__(self, agreement: Agreement, endpoint: RolloutEndpoint, sender: BucketSender, seconds: float) -> None:
         self._agreement = agreement
         self._endpoint = endpoint
         self._sender = sender
         self._seconds = seconds
-        self._secret = secrets.token_hex(16)
-        self._secrets: tuple[str, ...] | None = None  # of the trainer ranks next to the engine's
         self._number = 0  # of the sync under way; the same on all ranks
         self._version: str | None = None  # of its weights, for the engine
         self._listener: Listener | None = None
-        self._next: Listener | None = self._listen(1)
+        self._next: Listener | None = agreement.step("binding the first socket", lambda: self._listen(1))
         self.pending: Future[float] | None = None
 
     def _listen(self, number: int) -> Listener:
-        return Listener(self._seconds, _address(self._secret, number))
+        return Listener(self._seconds, self._address(self._agreement.ranks.rank, number))
+
+    def _address(self, rank: int, number: int) -> str:
+        return f"@verl-sync-{self._agreement.name}-{rank}-{number}"
 
     def begin(self, global_steps: int | None) -> None:
         """A new sync, of which nothing is asked yet. All ranks begin the same; ``global_steps`` is verl's version."""
@@ -172,18 +172,15 @@ class MeetingPoint:
             self._next = self._listen(self._number + 1)
 
     def ask(self) -> None:
-        """Has the engine start to load; collective at the first call.
+        """Has the engine start to load.
 
         On the leader the engine has the request when this returns, unless this rank has failed: it may still be asleep.
         """
-        if self._secrets is None:
-            everywhere = self._agreement.gather("exchanging addresses", self._secret)
-            self._secrets = tuple(everywhere[rank] for rank in self._endpoint.ranks)
         with self._agreement.attempt():
             if self._endpoint.leader and not self._agreement.failed:
-                addresses = tuple(_address(secret, self._number) for secret in self._secrets)
-                group = self._agreement.ranks.name  # each counts from 1, and an engine rank may still be in one before
-                sync_id = f"{self._number} (step {self._version}){group and f' of group {group}'}"
+                addresses = tuple(self._address(rank, self._number) for rank in self._endpoint.ranks)
+                # Each group counts from 1, and an engine rank may still be in one before
+                sync_id = f"{self._number} (step {self._version}) of group {self._agreement.name}"
                 request = LoadRequest(sync_id, addresses, self._seconds)
                 self.pending = self._endpoint.start_load(request, self._version)
 
@@ -259,7 +256,3 @@ class MeetingPoint:
         if channel is not None:
             self._listener.close()
         return channel
-
-
-def _address(secret: str, number: int) -> str:
-    return f"@verl-sync-{secret}-{number}"

@@ -37,26 +37,14 @@ class AdapterSender:
         self._sync = sync
         self._gathered = 0
 
-    async def send(
-        self, agreement: Agreement, endpoint: RolloutEndpoint, report: SyncReport, version: str | None
-    ) -> None:
-        """Collective over all trainer ranks, each of which has an engine rank. Raises SyncError where any rank or
-        engine failed; the same text on every rank."""
-        try:
-            factors = self.gather(agreement, report)
-            with report.stage("deliver_adapter"):
-                await deliver(agreement, endpoint, self.settings, lambda: factors, report, version)
-        finally:
-            self.release()
-
     def gather(self, agreement: Agreement, report: SyncReport) -> Factors:
-        """All factors in the wire's dtype. Collective over the trainer's ranks; ``release`` comes later. Errors as of
-        ``send``."""
+        """All factors in the wire's dtype. Collective over the trainer's ranks; ``release`` comes later. Raises
+        SyncError where any rank failed; the same text on every rank."""
         self._gathered += 1
         with report.stage("plan"):
             agreement.step("planning the adapter", self._adapter.look)
         with report.stage("gather"):
-            run = f"adapter {agreement.number}.{self._gathered}"
+            run = f"adapter {agreement.name}.{self._gathered}"
             factors = agreement.run("gathering the adapter", self._gather(run)) or {}
         agreement.settle("gathering the adapter")
         return factors
@@ -80,7 +68,8 @@ async def deliver(
     agreement: Agreement, endpoint: RolloutEndpoint, settings: Mapping[str, Any], factors: Callable[[], Factors],
     report: SyncReport, version: str | None,
 ) -> None:  # fmt: skip
-    """Collective: the leader of an engine has its adapter replaced. Errors as of ``AdapterSender.send``."""
+    """Collective: the leader of an engine has its adapter replaced. Raises SyncError where any rank or engine failed;
+    the same text on every rank."""
     with agreement.attempt():
         if endpoint.leader and not agreement.failed:
             # Cloned: a view would be pickled with the whole bucket it lies in

@@ -8,7 +8,8 @@ of the engine once the trainer has made room. A LoRA adapter is merged on the wa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,7 +23,7 @@ from verl_sync_plugin.log import say
 from verl_sync_plugin.report import SyncReport, progress
 from verl_sync_plugin.room import measured, no_collection, note_device_memory
 from verl_sync_plugin.sync.endpoint import MeetingPoint, RolloutEndpoint
-from verl_sync_plugin.sync.lora import AdapterSender
+from verl_sync_plugin.sync.lora import AdapterSender, Factors, deliver
 from verl_sync_plugin.sync.sender import BucketSender, slot_limit
 from verl_sync_plugin.sync.ways import Sync, Way, WayRefusedError, Ways, ranks_of
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
@@ -87,6 +88,7 @@ class ShardingManager(BaseShardingManager):
             self.trainer = self.backend(engine, config, device, rollout_dtype)
         self.source: ParameterSource | None = None
         self.agreement = agreement or Agreement(config.timeout_seconds)
+        self._own, self._separate = own or self.agreement, own is not None
         self.sender = BucketSender(device, config.timeout_seconds)
         self.meeting = MeetingPoint(self.agreement, endpoint, self.sender, config.timeout_seconds)
         self.ways = Ways(config, self.agreement, self.sender, own)
@@ -96,6 +98,7 @@ class ShardingManager(BaseShardingManager):
         self._measured = partial(measured, device=device, attempt=self.agreement.attempt)
         self.planned: Plan | None = None
         self.agreed: Plan | None = None
+        self._senders: tuple[int, ...] = ()  # of all ranks, where they are separate
         self.keeps_staging = True
         self._bucket_bytes = bucket_bytes
         self._base_sent = False
@@ -224,50 +227,64 @@ class ShardingManager(BaseShardingManager):
 
     def plan(self) -> tuple[Sync, Way]:
         """Collective: what every rank holds, the buckets in which it travels, and the way; in one round as long as
-        nothing has changed."""
-        agreement, reach, rank = self.agreement, self.ways.reach, self.agreement.ranks.rank
-        if self.source is None:
-            self.source = agreement.step("opening the trainer", self.open_source)
-        source = self.source = self.source.agree_on_layout(agreement)
+        nothing has changed. The trainer's ranks plan; others, if there are any, are handed what is new."""
         shards: list[Shard] = []
-        if reach.sharded is None:
-            shards = agreement.step("reading the shards", source.shards)  # it knows its group from then on
-            reach.decide(agreement, ranks_of(source.group, rank), "ranks that share out the model")
-        sync: Sync | None = None
-        votes = [0] * 5
-        with agreement.attempt():
-            if not agreement.failed:
-                shards = shards or source.shards()
-                plan = self.make_plan(source, shards)
-                sync = self._sync_of(plan, ranks_of(source.group, rank), self.cadence.due(plan.digest), shards)
-                votes = [int(plan is not self.agreed), *self.ways.votes(sync)]
-        changed, *votes = agreement.vote("planning the sync", votes).tolist()
+        # Where they are separate, an error of all trainer ranks is news for the rollout ranks
+        with self.agreement.attempt() if self._separate else nullcontext():
+            shards = self._open()
+        with self.agreement.attempt():
+            if self.source is not None and not self.agreement.failed:
+                shards = shards or self.source.shards()
+                self.make_plan(self.source, shards)
+        sync, (new, *votes) = self._vote(shards, self.agreed)
+        if new:
+            self.agreed = None
+            agreed = self._agree()
+            sync, (_, *votes) = self._vote(shards, agreed)
+            self.agreed = agreed
         assert sync is not None, "no rank has failed"
-        if changed:
-            self._compare_plans(agreement)
         return sync, self.ways.take(sync, votes)
 
-    def make_plan(self, source: ParameterSource, shards: list[Shard]) -> Plan:
+    def _open(self) -> list[Shard]:
+        """Collective over the trainer's ranks: opens the trainer, and finds out who holds what. Returns its shards
+        where they had to be read for that."""
+        own, reach = self._own, self.ways.reach
+        unsure = self.source is None or self.agreed is None  # the same on all; else all have opened it
+        if unsure and own.any("asking who has not opened the trainer", lambda: self.source is None):
+            self.source = own.step("opening the trainer", self.open_source)
+        assert self.source is not None, "opened"
+        source = self.source = self.source.agree_on_layout(own)
+        if reach.sharded is not None:
+            return []
+        shards = own.step("reading the shards", source.shards)  # it knows its group from then on
+        reach.decide(own, ranks_of(source.group, own.ranks.rank), "ranks that share out the model")
+        return shards
+
+    def make_plan(self, source: ParameterSource, shards: list[Shard]) -> None:
         """Plans all shards of this rank; keeps the plan as long as the trainer's layout stays. Not collective."""
         bases, sharded = tuple(shard.base for shard in shards), bool(self.ways.reach.sharded)
         if self.planned is None or self.planned.bases != bases or self.planned.sharded != sharded:
             self.planned = source.plan(bases, slot_limit(self._bucket_bytes), sharded)
+
+    def _agree(self) -> Plan | None:
+        """Collective, where any rank's plan is new: returns that of all ranks. Raises SyncError, the same on every
+        rank, where they differ."""
+        self._own.same_on_all("the tensors to sync (plan digest)", self.planned.digest if self.planned else "")
         return self.planned
 
-    def _compare_plans(self, agreement: Agreement) -> None:
-        """Collective, where any rank's plan has changed; raises SyncError, the same on every rank, where they
-        differ."""
-        assert self.planned is not None, "made before"
-        self.agreed = None
-        agreement.same_on_all("the tensors to sync (plan digest)", self.planned.digest)
-        self.agreed = self.planned
-
-    def _sync_of(self, plan: Plan, senders: tuple[int, ...], verified: bool, shards: list[Shard]) -> Sync:
-        report, source = self.report, self.source
-        assert source is not None, "opened"
-        report.bucket_bytes = self._bucket_bytes or plan.slot_bytes
-        report.nbytes, report.buckets, report.tensors = plan.nbytes, len(plan.buckets), len(plan.names)
-        return Sync(plan, source, shards, report, senders, verified, self.keeps_staging)
+    def _vote(self, shards: list[Shard], agreed: Plan | None) -> tuple[Sync | None, list[int]]:
+        """Collective: the sync, if this rank's plan is the one that is agreed on; and over all ranks added up, whose is
+        not, and what they say of the ways."""
+        sync, votes = None, [1, 0, 0, 0]
+        plan, source, report = self.planned, self.source, self.report
+        with self.agreement.attempt():
+            if plan is not None and plan is agreed and source is not None and not self.agreement.failed:
+                report.bucket_bytes = self._bucket_bytes or plan.slot_bytes
+                report.nbytes, report.buckets, report.tensors = plan.nbytes, len(plan.buckets), len(plan.names)
+                senders = self._senders or ranks_of(source.group, self.agreement.ranks.rank)
+                sync = Sync(plan, source, shards, report, senders, self.cadence.due(plan.digest), self.keeps_staging)
+                votes = [0, *self.ways.votes(sync)]
+        return sync, self.agreement.vote("planning the sync", votes).tolist()
 
     async def wake(self, tags: list[str], meanwhile: Callable[[], None]) -> None:
         """Collective: the leader has the engine resume ``tags`` (the same on all ranks; none when it is awake) while
@@ -326,7 +343,7 @@ class ShardingManager(BaseShardingManager):
         with agreement.attempt():
             if not agreement.failed:
                 way.check_finite(sync)
-                committed = self._committed(sync, way)
+                committed = self._committed(sync)
                 news = comparison.note(committed.map if committed else None) or not comparison.knows(sync.plan)
                 if not news:
                     weighed = comparison.weighed(self.sender.sums(sync.plan), committed, sync.verified)
@@ -355,21 +372,33 @@ class ShardingManager(BaseShardingManager):
             report.verified_tensors, report.not_comparable = len(comparison.compared), len(comparison.left_out)
         self.cadence.note(sync.plan.digest)
 
-    def _committed(self, sync: Sync, way: Way) -> Committed | None:
+    def _committed(self, sync: Sync) -> Committed | None:
         """Has the engine rank commit; ``None`` where this rank has none."""
+        report = sync.report
         committed = self.sender.commit(not sync.keeps_staging) if self.endpoint.ranks else None
         self.ways.direct.note(committed, sync.plan)
         if committed is not None:
-            sync.report.note(committed, sync.plan, way is self.ways.direct)
+            report.replayed_tensors, report.activation_bytes = committed.replayed_tensors, committed.activation_bytes
             if committed.held is not None:
                 refuse_changed(committed.held.changed)
         return committed
 
     async def send_adapter(self, version: str | None) -> None:
         """Collective: gathers the adapter's factors and has the engine load them; errors as of ``update_weights``."""
+        try:
+            settings, factors = self.gather_adapter()
+            with self.report.stage("deliver_adapter"):
+                await deliver(self.agreement, self.endpoint, settings, factors, self.report, version)
+        finally:
+            if self._adapter_sender is not None:
+                self._adapter_sender.release()
+
+    def gather_adapter(self) -> tuple[Mapping[str, Any], Callable[[], Factors]]:
+        """Collective: returns the adapter as ``deliver`` takes it, which is on a rank that has a trainer."""
         if self._adapter_sender is None:
-            self._adapter_sender = self.agreement.step("opening the adapter", self.open_adapter)
-        await self._adapter_sender.send(self.agreement, self.endpoint, self.report, version)
+            self._adapter_sender = self._own.step("opening the adapter", self.open_adapter)
+        factors = self._adapter_sender.gather(self._own, self.report)
+        return self._adapter_sender.settings, lambda: factors
 
     def open_adapter(self) -> AdapterSender:
         """Called once, on a rank that has a trainer."""

@@ -26,7 +26,6 @@ from verl_sync_plugin.transport.joint import JointRanks
 from verl_sync_plugin.transport.protocol import together_seconds
 
 CUMEM = "NCCL_CUMEM_ENABLE"
-NAME_LENGTH = 8  # of a group in messages
 
 
 @dataclass(frozen=True)
@@ -154,8 +153,7 @@ class Membership:
                 store = dist.PrefixStore(f"{name}/trainers", self._store)
                 self.own = JointRanks(store, rank, trainers, 0, self._timeout, self._device)
             store = dist.PrefixStore(name, self._store)
-            given = store, rank, *sizes, self._timeout, self._device, name[:NAME_LENGTH], self._alone_seconds
-            self.ranks = JointRanks(*given)
+            self.ranks = JointRanks(store, rank, *sizes, self._timeout, self._device, self._alone_seconds)
         except BaseException:
             self.leave()  # others may have come through; with a member that is in no group all make another one
             raise

@@ -7,7 +7,7 @@ engine rank load. Both go through the same steps of the same method (``ShardingM
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,11 +15,11 @@ import safetensors.torch
 import torch
 
 from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.layout.tensors import Shard
+from verl_sync_plugin.layout.tensors import Plan, Shard
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
-from verl_sync_plugin.sync.lora import deliver
+from verl_sync_plugin.sync.lora import Factors
 from verl_sync_plugin.sync.manager import ShardingManager
-from verl_sync_plugin.sync.ways import Sync, Way, ranks_of
+from verl_sync_plugin.sync.ways import ranks_of
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.transport.agreement import Agreement, Alone, Ranks
 from verl_sync_plugin.transport.joint import JointRanks
@@ -50,21 +50,15 @@ class SeparateManager(ShardingManager):
         self.ways.reach.decide(everyone, tuple(range(ranks.size)), "trainer and rollout ranks")
         self._serves: bool | None = None  # what the trainer says of its adapter, once there is a group
 
-    def _planned(self, senders: tuple[int, ...], shards: list[Shard]) -> tuple[Sync, Way]:
-        """Collective: the sync of rank 0's plan and senders, and its way; the plan travels where any rank lacks it."""
-        agreement, plan = self.agreement, self.planned
-        agreement.settle("planning the sync")
-        named = (plan.digest, senders, self.cadence.due(plan.digest)) if plan else ("", senders, False)
-        digest, senders, verified = agreement.share("naming the plan", named)
-        lacking = plan is None or plan.digest != digest
-        if agreement.settle("asking who lacks the plan", waiting=lacking):
-            handed = agreement.share("handing out the plan", plan)
-            self.planned = plan = handed if lacking else plan
-        assert plan is not None, "handed out"
-        sync, votes = self._sync_of(plan, senders, verified, shards), [0] * 4
+    def _agree(self) -> Plan | None:
+        """Collective: the plan of the trainer's ranks, which rank 0 hands to all."""
         with self.agreement.attempt():
-            votes = self.ways.votes(sync)
-        return sync, self.ways.take(sync, self.agreement.vote("choosing the way", votes).tolist())
+            super()._agree()
+        named = self.planned, ranks_of(self.source.group if self.source else None, 0)
+        handed, self._senders = self.agreement.share("handing out the plan", named)
+        if self.trainer is None:
+            self.planned = handed
+        return self.planned
 
     def serves_adapter(self) -> bool:
         if self._serves is None:
@@ -75,22 +69,23 @@ class SeparateManager(ShardingManager):
         what = "asking who lacks the base"
         return self.agreement.any(what, lambda: bool(self.endpoint.ranks) and not self._base_sent)
 
-    async def send_adapter(self, version: str | None) -> None:
-        """The trainer's ranks gather the adapter, rank 0 hands it to all. Errors as of ``ShardingManager``."""
+    def gather_adapter(self) -> tuple[Mapping[str, Any], Callable[[], Factors]]:
+        """The trainer's ranks gather the adapter, rank 0 hands it to all."""
         found: Adapter | None = None
         with self.agreement.attempt():
-            found = self.gather_adapter()
+            if self.trainer is not None:
+                settings, gathered = super().gather_adapter()
+                if self.agreement.ranks.rank == 0:
+                    # Cloned: names that share a factor, as those that Megatron fuses do, safetensors does not take
+                    whole, factors = torch.contiguous_format, gathered()
+                    packed = safetensors.torch.save({n: f.cpu().clone(memory_format=whole) for n, f in factors.items()})
+                    self.report.nbytes += len(packed)
+                    self.report.tensors += len(factors)
+                    found = dict(settings), packed
         self.agreement.settle("gathering the adapter")
-        with self.report.stage("deliver_adapter"):
-            adapter = self.agreement.share("handing out the adapter", found)
-            assert adapter is not None, "gathered by the trainer's ranks"
-            settings, packed = adapter
-            factors = partial(safetensors.torch.load, packed)
-            await deliver(self.agreement, self.endpoint, settings, factors, self.report, version)
-
-    def gather_adapter(self) -> Adapter | None:
-        """Collective over the trainer's ranks, of which rank 0 returns the trainer's adapter."""
-        return None
+        adapter = self.agreement.share("handing out the adapter", found)
+        assert adapter is not None, "gathered by the trainer's ranks"
+        return adapter[0], partial(safetensors.torch.load, adapter[1])
 
     def close(self) -> None:
         """Gives everything back; the group is somebody else's."""
@@ -114,42 +109,6 @@ class SeparateTrainer(SeparateManager):
     def take_over(self, before: SeparateTrainer) -> None:
         """Goes on with what the manager of the group before has opened of the trainer."""
         self.source, self.trainer, self._adapter_sender = before.source, before.trainer, before._adapter_sender
-
-    def gather_adapter(self) -> Adapter | None:
-        if self._adapter_sender is None:
-            self._adapter_sender = self._own.step("opening the adapter", self.open_adapter)
-        sender, report = self._adapter_sender, self.report
-        try:
-            factors = sender.gather(self._own, report)
-            if self.agreement.ranks.rank:
-                return None
-            # Cloned: names that share a factor, as those that Megatron fuses do, safetensors does not take
-            whole = torch.contiguous_format
-            packed = safetensors.torch.save({n: f.cpu().clone(memory_format=whole) for n, f in factors.items()})
-        finally:
-            sender.release()
-        report.nbytes += len(packed)
-        report.tensors += len(factors)
-        return dict(sender.settings), packed
-
-    def plan(self) -> tuple[Sync, Way]:
-        """Collective: the trainer's ranks plan among themselves; what comes of it is handed out to all."""
-        shards: list[Shard] = []
-        senders: tuple[int, ...] = ()
-        with self.agreement.attempt():
-            if self._own.any("asking who has not opened the trainer", lambda: self.source is None):
-                self.source = self._own.step("opening the trainer", self.open_source)
-            assert self.source is not None, "opened"
-            source = self.source = self.source.agree_on_layout(self._own)
-
-            def changed() -> bool:
-                shards.extend(source.shards())
-                return self.make_plan(source, shards) is not self.agreed
-
-            if self._own.any("planning the sync", changed):
-                self._compare_plans(self._own)
-            senders = ranks_of(source.group, 0)
-        return self._planned(senders, shards)
 
 
 class _NoTrainer(ParameterSource):
@@ -175,9 +134,8 @@ class SeparateRollout(SeparateManager):
         """Goes on with what the engine got in the group before."""
         self._base_sent = before._base_sent
 
-    def plan(self) -> tuple[Sync, Way]:
-        """Collective: takes the trainer's plan."""
-        return self._planned((), [])
+    def make_plan(self, source: ParameterSource, shards: list[Shard]) -> None:
+        """The trainer's ranks do."""
 
 
 def manager_of(ranks: JointRanks, before: M | None, make: Callable[[], M]) -> M:

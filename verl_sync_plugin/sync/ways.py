@@ -25,7 +25,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
-from verl_sync_plugin.copies.packing import Found
 from verl_sync_plugin.errors import RankLostError, SyncError
 from verl_sync_plugin.layout.tensors import Plan, Shard
 from verl_sync_plugin.log import say
@@ -79,12 +78,10 @@ class Reach:
     Attributes:
         sharded: engine ranks read segments from several ranks, so plans are sharded; ``None`` until it is decided.
         why: why not.
-        hosts: of all ranks; empty where nobody has asked.
     """
 
     def __init__(self) -> None:
         self.sharded: bool | None = None
-        self.hosts: tuple[str, ...] = ()
         self.why = "no ranks share out the model"
 
     def decide(self, agreement: Agreement, sharing: tuple[int, ...], who: str) -> None:
@@ -93,13 +90,8 @@ class Reach:
         self.sharded = False
         if len(sharing) > 1:
             everywhere = agreement.gather("finding out which ranks share a host", (host_name(), sharing))
-            self.hosts = tuple(host for host, _ in everywhere)
-            self.sharded = all(len({self.hosts[rank] for rank in ranks}) == 1 for _, ranks in everywhere)
+            self.sharded = all(len({everywhere[rank][0] for rank in ranks}) == 1 for _, ranks in everywhere)
             self.why = f"{who} are on several hosts"
-
-    def elsewhere(self, ranks: tuple[int, ...], rank: int) -> int:
-        """Counts those of these ranks that are on another host than one of them; 0 as long as nobody has asked."""
-        return sum(self.hosts[other] != self.hosts[rank] for other in ranks) if self.hosts else 0
 
 
 class Way(ABC):
@@ -200,30 +192,24 @@ class Direct(Way):
     model that loads some tensors itself) is staged.
 
     Attributes:
-        wanted: False for the rest of the run once it is impossible on some rank.
-        why: why it is not chosen.
+        ruled_out: why the user has all parameters staged; empty where they are not.
         known: the key under which the engine ranks know where this rank's parameters lie; empty at first.
     """
 
     name = "direct"
-    wanted = True
-
-    why = "the engine has not yet said that it can"
-    known = ""
+    ruled_out = known = ""
+    _unready = "the engine has not yet said that it can"  # why the engine rank cannot
     _ready = ""  # the plan of which the engine rank said that it can
+    _said = ""
     _parameters: LiveParameters | None = None
     _live: Live | None = None
 
-    def start(self, sync: Sync) -> bool:
-        """Looks where the parameters are; returns False where this rank has to stage them. Not collective.
-
-        Else waits until they are final and starts to hash and check them: as early as possible, so that it is done
-        before the engine needs the device. If they are staged after all, packing does so again.
-        """
-        if not self.wanted or self._ready != sync.plan.digest:
-            return False
+    def look(self, sync: Sync) -> str:
+        """Looks where the parameters are; returns why this rank has to stage them, or nothing. Not collective."""
+        if self.ruled_out or self._ready != sync.plan.digest:
+            return self.ruled_out or self._unready
         if not self._packs:
-            return True
+            return ""
         try:
             if (self._separate or len(sync.senders) > 1) and not sync.plan.sharded:
                 raise NotDirectError(self._reach.why)
@@ -232,35 +218,30 @@ class Direct(Way):
             if self._parameters is None or self._parameters.plan is not sync.plan:
                 self._parameters = LiveParameters(self._sender.device, sync.plan, sync.rank)
             self._live = self._parameters.look(sync.shards)
-        except NotDirectError as error:  # for the rest of the run
-            self.forgo(str(error))
-            say(f"parameters are staged, not read where they lie: {error}")
-            return False
-        if not sync.source.prepares:
-            self._read(sync, self._parameters.found)
-        return True
+        except NotDirectError as error:
+            self._say(str(error))
+            return str(error)
+        return ""
 
-    def _read(self, sync: Sync, found: Found) -> None:
-        self._sender.begin(sync.plan, sync.rank)
-        self._sender.hash_parameters(sync.shards, found)
+    def _say(self, why: str) -> None:
+        if why != self._said:
+            say(f"parameters are staged, not read where they lie: {why}")
+        self._said = why
 
     def fill(self, sync: Sync) -> None:
-        """Finds the scales of what engine ranks quantize, and hashes what they are to make of it."""
-        if not self._packs or not sync.source.prepares:
+        """Waits until parameters are final, and starts to hash and check them: as early as possible, so that it is done
+        before the engine needs the device. Before that it finds the scales of what engine ranks quantize."""
+        if not self._packs:
             return
         what = "finding the scales"
         with self._agreement.attempt() if self._separate else nullcontext():
             self._prepare(sync, tuple(range(len(sync.plan.bases))), (), what)
         with self._agreement.attempt():
-            assert self._parameters is not None, "started"
-            self._read(sync, self._parameters.found)
-        if not self._separate:  # others hear there of a rank that failed in between
+            assert self._parameters is not None, "looked up"
+            self._sender.begin(sync.plan, sync.rank)
+            self._sender.hash_parameters(sync.shards, self._parameters.found)
+        if sync.source.prepares and not self._separate:  # others hear there of a rank that failed in between
             self._agreement.settle(what)
-
-    def forgo(self, why: str) -> None:
-        """It is impossible on some rank for the rest of the run; looking costs as much as a small sync."""
-        if self.wanted:
-            self.wanted, self.why, self._parameters = False, why, None
 
     @property
     def moved(self) -> bool:
@@ -272,7 +253,7 @@ class Direct(Way):
         everywhere = self._agreement.gather("telling where parameters lie", self._live)
         lives = [everywhere[rank] for rank in sync.senders]
         self._lives, self._sources = tuple(live for live in lives if live is not None), sync.senders
-        assert len(self._lives) == len(lives), "started on all ranks"
+        assert len(self._lives) == len(lives), "looked up on all ranks"
         self.known = self._live.key if self._live is not None else ""
 
     def run(self, sync: Sync) -> None:
@@ -284,10 +265,10 @@ class Direct(Way):
     def note(self, committed: Committed | None, plan: Plan) -> None:
         """Takes in whether the engine rank could read the next sync in place; where this rank has none,
         only others have something to say against it."""
-        self._ready = "" if committed is not None and committed.obstacle else plan.digest
-        if committed is not None and self.wanted and committed.obstacle not in ("", self.why):
-            self.why = committed.obstacle
-            say(f"parameters are staged, not read where they lie: {self.why}")
+        obstacle = committed.obstacle if committed is not None else ""
+        self._ready, self._unready = "" if obstacle else plan.digest, obstacle or Direct._unready
+        if obstacle and not self.ruled_out:
+            self._say(obstacle)
 
     def close(self, sync: Sync) -> None:
         """Gives back the staging memory of earlier syncs. By now all engine ranks have unmapped it, also those that
@@ -434,7 +415,6 @@ class Staged(Way):
         else:
             return  # every rank has packed all of it
         self._sender.broadcast(bucket, index % SLOTS, sync.senders, start)
-        sync.report.network_bytes += bucket.stride * self._reach.elsewhere(sync.senders[: bucket.world], self._me)
 
     def close(self, sync: Sync) -> None:
         """Gives the staging memory back where the engine would lack it. By now all engine ranks have unmapped it, but
@@ -469,21 +449,18 @@ class Ways:
         shared = agreement, sender, own or agreement, self.reach
         self.direct, self.staged = Direct(*shared), Staged(*shared)
         if config.delivery == "staged":
-            self.direct.forgo(f"{KEY_PREFIX}.delivery=staged")
-        self._said = ""
+            self.direct.ruled_out = f"{KEY_PREFIX}.delivery=staged"
+        self._why = self._said = ""  # why this rank has to stage, and the way that was said last
         self._chosen: Way = self.staged
 
     def votes(self, sync: Sync) -> list[int]:
         """Returns this rank's votes on the ways, to be added up over all ranks for ``take``. Not collective."""
-        impossible = not self.direct.start(sync)
-        moved = not impossible and self.direct.moved
-        return [int(each) for each in (impossible, not self.direct.wanted, moved, self.staged.unready(sync))]
+        self._why = self.direct.look(sync)
+        return [int(each) for each in (bool(self._why), not self._why and self.direct.moved, self.staged.unready(sync))]
 
     def take(self, sync: Sync, votes: Sequence[int]) -> Way:
         """Collective: the way of this sync, ready to ``fill``; ``votes`` are those of all ranks, added up."""
-        impossible, permanent, moved, unready = map(bool, votes)
-        if permanent:
-            self.direct.forgo("another rank cannot, and says why")
+        impossible, moved, unready = map(bool, votes)
         if impossible:
             if unready:
                 self.staged.stage(sync)
@@ -491,7 +468,7 @@ class Ways:
             self.direct.tell(sync)
         self._chosen = self.staged if impossible else self.direct
         if self._chosen.name != self._said and self._agreement.ranks.rank == 0:
-            why = [] if not impossible else [f"not direct: {self.direct.why}"]
+            why = [] if not impossible else [f"not direct: {self._why or 'another rank cannot, and says why'}"]
             if self._chosen.name == "broadcast":
                 why.append(f"not staged alone: {self.reach.why}")
             say(f"delivery is {self._chosen.name}" + (f" ({'; '.join(why)})" if why else ""))

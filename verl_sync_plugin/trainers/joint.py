@@ -96,7 +96,7 @@ class JointSource(ParameterSource):
         if not agreement.any("looking for the trainer's weights", self._changed):
             return self
         self._bases, self._readings = [], self._readings + 1
-        run = f"layout {agreement.number}.{self._readings}"
+        run = f"layout {agreement.name}.{self._readings}"
         layout = agreement.step("reading the layout of the trainer", lambda: self.read(run))
         layouts = agreement.gather("exchanging the layout of the trainer", layout)
         if (other := self.instead(layouts)) is not None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import secrets
 import time
 import traceback
 from abc import ABC, abstractmethod
@@ -21,7 +21,6 @@ from verl_sync_plugin.transport.protocol import together_seconds
 
 SPIN_SECONDS = 0.005
 T = TypeVar("T")
-_numbers = itertools.count()
 
 
 def until(done: Callable[[], bool], seconds: float, late: str) -> None:
@@ -56,7 +55,6 @@ class Ranks(ABC):
         trainers: those that hold parameters of the trainer.
         rollouts: those paired with an engine rank.
         after_loss: for messages: what a user does once a member is lost.
-        name: of a group that others follow; empty of one that stays.
     """
 
     rank: int
@@ -64,7 +62,6 @@ class Ranks(ABC):
     trainers: tuple[int, ...]
     rollouts: tuple[int, ...]
     after_loss: ClassVar[str]
-    name: str = ""
 
     @abstractmethod
     def add_up(self, values: torch.Tensor) -> None:
@@ -131,7 +128,7 @@ class Agreement:
 
     Attributes:
         ranks: who takes part.
-        number: of this agreement among those of rank 0's process; the same on all ranks.
+        name: of this agreement; no other has it, on any host.
     """
 
     def __init__(self, timeout_seconds: float, ranks: Ranks | None = None) -> None:
@@ -142,7 +139,7 @@ class Agreement:
         self.ranks = ranks or TrainerWorld(self._timeout_seconds)
         self._error: Exception | None = None
         self._cancelled: asyncio.CancelledError | None = None
-        self.number = self.gather("making the agreement", next(_numbers))[0]
+        self.name = self.share("making the agreement", secrets.token_hex(8))
 
     @contextmanager
     def attempt(self) -> Iterator[None]:

@@ -38,7 +38,6 @@ class JointRanks(Ranks):
         rollouts: how many rollout ranks; 0 for the trainer's ranks alone.
         timeout_seconds: bound on every call.
         device: where this process computes.
-        name: tells this group from those before it.
         connect_seconds: bound on NCCL's connecting of ranks, which come to that together; ``timeout_seconds`` if it is
             not given.
 
@@ -56,10 +55,8 @@ class JointRanks(Ranks):
         rollouts: int,
         timeout_seconds: float,
         device: torch.device,
-        name: str = "",
         connect_seconds: float | None = None,
     ) -> None:
-        self.name = name
         self.rank, self.size = rank, trainers + rollouts
         self.trainers, self.rollouts = tuple(range(trainers)), tuple(range(trainers, self.size))
         self._bound = timedelta(seconds=timeout_seconds)

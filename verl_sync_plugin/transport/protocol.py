@@ -33,7 +33,7 @@ from verl_sync_plugin.layout.tensors import Entry, Plan
 from verl_sync_plugin.transport.memory import Live, StagingExport
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 
 ALL = -1  # in place of a bucket: all of them at once
 
@@ -192,8 +192,6 @@ class Committed:
 
     Attributes:
         replayed_tensors: went by copies instead of the model's ``load_weights``.
-        own_bytes: read from memory of the paired rank, on the engine rank's own device.
-        peer_bytes: read from other ranks' memory.
         sums: the hash of each of ``load_map.read_parts``, as little-endian int64.
         obstacle: why the next sync of this plan may not have this rank read parameters where they lie; empty when it
             may.
@@ -204,8 +202,6 @@ class Committed:
     """
 
     replayed_tensors: int = 0
-    own_bytes: int = 0
-    peer_bytes: int = 0
     sums: bytes = b""
     obstacle: str = ""
     activation_bytes: int = 0

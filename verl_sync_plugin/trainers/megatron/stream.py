@@ -136,7 +136,7 @@ class StreamSource(ParameterSource):
     def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
         """Has all ranks learn the stream if one has to, so that they go through it alike."""
         self._syncs += 1
-        sync = f"stream {agreement.number}.{self._syncs}"
+        sync = f"stream {agreement.name}.{self._syncs}"
         self._run_names = (f"{sync}.{run}" for run in itertools.count(1))
         if agreement.any("looking at the trainer's stream", lambda: self._unfinished or not self._bases):
             self._bases, self._unfinished = [], False
