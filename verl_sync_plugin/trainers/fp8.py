@@ -11,7 +11,7 @@ the bytes are those of the whole tensor, however it is cut.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -172,9 +172,6 @@ class QuantizingSource(ParameterSource):
             self._made = [self._shard(each) for each in self._travels]
         self._largest.zero_()
         return self._made
-
-    def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
-        return self._inner.merged_with(self._inner_of(bases))
 
     # ---- which bases travel
 
