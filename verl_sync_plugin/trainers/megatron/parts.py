@@ -11,9 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
-
-import torch
 
 from verl_sync_plugin.layout.tensors import View
 
@@ -108,16 +105,3 @@ def _unit(ranks: tuple[int, ...], name: str, found: dict[int, Part]) -> Unit:
 def _ranks(ranks: Iterable[int]) -> str:
     numbers = list(ranks)
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
-
-
-def choose_owners(units: list[Unit], ranks: tuple[int, ...]) -> list[list[int]]:
-    """The rank of a replica that sends each part of its units, so that all ranks send about as much."""
-    load = dict.fromkeys(ranks, 0)
-    chosen = [[0] * len(unit) for unit in units]
-    places = [(index, number) for index, unit in enumerate(units) for number in range(len(unit))]
-    # What only one rank holds comes first: the others' choice evens it out
-    for index, number in sorted(places, key=lambda place: len(units[place[0]][place[1]][1]) > 1):
-        part, holders = units[index][number]
-        chosen[index][number] = rank = min(holders, key=lambda rank: (load[rank], rank))
-        load[rank] += prod(part.shape) * getattr(torch, part.dtype).itemsize
-    return chosen

@@ -29,7 +29,7 @@ from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, Train
 from verl_sync_plugin.trainers.lora import Merge, Merging
 from verl_sync_plugin.trainers.megatron.bridge import BridgeReader, NotACopyError
 from verl_sync_plugin.trainers.megatron.model import HeldTensor, ModelTensors, flat, unwrapped
-from verl_sync_plugin.trainers.megatron.parts import Part, RankLayout, choose_owners, match, replicas
+from verl_sync_plugin.trainers.megatron.parts import Part, RankLayout, match, replicas
 from verl_sync_plugin.trainers.megatron.stream import Guard, Stream, StreamSource
 from verl_sync_plugin.transport.agreement import Agreement
 
@@ -180,14 +180,17 @@ class MegatronSource(Merging):
         ranks, units = next((ranks, units) for ranks, units in match(layouts).items() if rank in ranks)
         bases: list[Base] = []
         self._parts, self._mine = [], {}
-        for unit, senders in zip(units, choose_owners(units, ranks), strict=True):
+        sent = dict.fromkeys(ranks, 0)  # elements, so that all send about as much
+        for unit in units:
             like = unit[0][0]
             wire = getattr(torch, like.dtype)
             if not like.buffer:
                 wire = self._policy.of_parameter([view.name for view in like.views], wire)
-            for (part, _), sender in zip(unit, senders, strict=True):
+            for part, holders in unit:
                 if not part.views:
                     continue
+                sender = min(holders, key=sent.__getitem__)
+                sent[sender] += prod(part.shape)
                 if sender == rank:
                     self._mine[len(bases)] = part.name
                 lengths = tuple(prod(part.shape) if each == sender else 0 for each in ranks)
