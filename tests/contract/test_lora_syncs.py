@@ -39,7 +39,8 @@ def count_collectives(module: torch.nn.Module, gather_bytes: int) -> tuple[list[
     counts, held = [], []
     for index, each in enumerate(bases):
         counts.append(sum(1 for _ in source.prepare(each, bases[index + 1 :])))
-        assert {key for key, _ in source.merged_with(each)} <= source.gathered.keys()
+        weights = [weight for base in each for weight in source.weights_in(base)]
+        assert all(source.gathered.keys() >= set(weight.keys) for weight in weights)
         held.append(sum(factor.nbytes for factor in source.gathered.values()))
     source.release()
     assert not source.gathered

@@ -484,7 +484,7 @@ def test_a_nan_that_was_packed_is_an_error_though_it_is_gone_again(qwen2: str, t
         honest(*args)
         part[3] = before
 
-    said = r"one of \[.*'b\.weight'.*\] was NaN or Inf when it was packed, and in the trainer all of them are finite"
+    said = "parameter 'b.weight' holds NaN or Inf in the trainer"
     with mock.patch.object(place.manager.sender, "pack", packing), pytest.raises(SyncError, match=said):
         place.sync()
     place.end_well()

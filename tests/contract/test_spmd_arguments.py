@@ -2,20 +2,23 @@
 """Checks what a script gives to ``SpmdRollout`` before any engine runs: prompts, groups, arguments, refusals."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import Qwen2Config
 from worlds import on_ranks
 
-from contract.sources import raised_alike
+from contract.sources import open_source, raised_alike
 from fresh_process import python
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import RolloutError
 from verl_sync_plugin.rollouts import LocalSpec, rollout_of
-from verl_sync_plugin.spmd import SpmdRollout, check_groups, engine_ranks, request_of
+from verl_sync_plugin.spmd import Given, SpmdRollout, SpmdShardingManager, check_groups, engine_ranks, request_of
 
 
 def test_importing_the_package_imports_no_torch(tmp_path: Path) -> None:
@@ -131,3 +134,25 @@ def test_what_does_not_fit_or_the_engine_cannot_do_is_every_ranks_error(tmp_path
     with pytest.MonkeyPatch.context() as patched:
         patched.delenv("VERL_PLATFORM")
         check(QWEN2, {}, "VERL_PLATFORM=cpu in the environment")
+
+
+@on_ranks(2)
+def test_sources_that_cannot_be_synced_are_refused_by_name() -> None:
+    one, two = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
+    for placement in (Shard(1), Partial(), _StridedShard(0, split_factor=2)):
+        given = Given({})
+        given.take({"w": DTensor.from_local(torch.ones(4, 3), one, [placement])})
+        text = raised_alike(ValueError, open_source("", given, backend=SpmdShardingManager.backend).shards)
+        assert "parameter 'w' has placements" in text and "full_tensor()" in text, text
+    cut = {"w": DTensor.from_local(torch.ones(4), one, [Shard(0)])}
+    cut["v"] = DTensor.from_local(torch.ones(4), two, [Replicate(), Shard(0)])
+    unknown: list[tuple[Any, type[Exception], str]] = [
+        (cut, ValueError, "parameters w, v are cut over different meshes"),
+        (SimpleNamespace(engine_config=SimpleNamespace(strategy="torchtitan")), ValueError, "use one of fsdp"),
+        ("weights", TypeError, "a str cannot be synced"),
+        ({}, TypeError, "empty"),
+        ({"w": 1}, TypeError, "something else than tensors"),
+        (torch.nn.Linear(2, 2), ValueError, "has no config"),
+    ]
+    for source, error, words in unknown:
+        assert words in raised_alike(error, Given({}).take, source)

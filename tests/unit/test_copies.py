@@ -6,7 +6,6 @@ import itertools
 import os
 import random
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,7 @@ from verl_sync_plugin.copies.packing import Packer, pack_slices
 from verl_sync_plugin.copies.plain import Block
 from verl_sync_plugin.copies.table import ROW_BYTES, alternating
 from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.strided import Run
-from verl_sync_plugin.layout.tensors import Base, Bucket, Shard, Slice, View, hulls_of, numbers_of
-from verl_sync_plugin.trainers.base import ParameterSource, name_culprit
+from verl_sync_plugin.layout.tensors import Base, Shard, View, hulls_of, numbers_of
 
 
 def test_kernel_in_the_interpreter() -> None:
@@ -253,43 +250,31 @@ NAN, INF = float("nan"), float("inf")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-class OneFactor(ParameterSource):
-    """Every merge takes the same factor."""
-
-    factor = torch.ones(3)
-
-    def shards(self) -> list[Shard]:
-        return []
-
-    def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
-        return [("a.lora_A", lambda: self.factor)] if bases else []
-
-
 def packer_of(shards: list[Shard], rank: int = 0, bucket_bytes: int = 1 << 20, device: str = "cpu") -> Packer:
     return Packer(torch.device(device), plan_buckets(tuple(shard.base for shard in shards), bucket_bytes), rank)
 
 
-def broken(packer: Packer, shards: list[Shard], device: str = "cpu") -> list[Bucket]:
-    """Packs every bucket into memory full of NaN, as staging memory may be; returns those that are broken."""
+def broken(packer: Packer, shards: list[Shard], device: str = "cpu") -> list[str]:
+    """Packs every bucket into memory full of NaN, as staging memory may be; returns the tensors that are broken."""
     packer.begin()
     for index, bucket in enumerate(packer.plan.buckets):
         packer.pack(index, torch.full((bucket.nbytes,), 255, dtype=torch.uint8, device=device), shards)
-    return [packer.plan.buckets[index] for index in packer.broken()]
+    return packer.broken()
 
 
-# Trained as, sent as, values, and the words after the name; the most of float16 is 65504
+# Trained as, sent as, and values; the most of float16 is 65504
 CASES = [
-    (FP32, BF16, (NAN, INF, -INF), "holds NaN or Inf in the trainer"),
-    (FP32, BF16, (3.4e38,), "exceeds the range of bfloat16"),
-    (BF16, FP16, (65536.0,), "exceeds the range of float16"),
-    *((dtype, dtype, (NAN, INF), "holds NaN or Inf") for dtype in (torch.float64, FP32, FP16, BF16)),
+    (FP32, BF16, (NAN, INF, -INF)),
+    (FP32, BF16, (3.4e38,)),
+    (BF16, FP16, (65536.0,)),
+    *((dtype, dtype, (NAN, INF)) for dtype in (torch.float64, FP32, FP16, BF16)),
 ]
 
 
 @pytest.mark.parametrize("device", ["by_plain", "by_kernel"], indirect=True)
-@pytest.mark.parametrize(("trained", "wire", "values", "said"), CASES)
+@pytest.mark.parametrize(("trained", "wire", "values"), CASES)
 def test_what_is_not_finite_on_the_wire_is_found_and_named(
-    trained: torch.dtype, wire: torch.dtype, values: tuple[float, ...], said: str, device: str
+    trained: torch.dtype, wire: torch.dtype, values: tuple[float, ...], device: str
 ) -> None:
     """In each sync another element is broken, and the one of the sync before is whole again; integers have no say."""
     if os.environ.get("TRITON_INTERPRET") == "1" and values == (3.4e38,):
@@ -303,28 +288,11 @@ def test_what_is_not_finite_on_the_wire_is_found_and_named(
         assert broken(packer, mine, device) == []
         for at, value in zip(places, itertools.cycle(values), strict=False):
             runs["b"][at] = value
-            (bucket,) = broken(packer, mine, device)
-            text = name_culprit(bucket, mine, OneFactor(), rank)
-            assert text is not None and re.match(rf"'b\.[ab]' {said}", text)
+            assert broken(packer, mine, device) == ["b.b" if at or rank else "b.a"]
             runs["b"][at] = 1
         assert broken(packer, mine, device) == [], "what the sync before found is forgotten"
 
 
-def test_a_factor_is_named() -> None:
-    factor, source = torch.tensor([1.0, NAN]), OneFactor()
-    mine = [shard("a", torch.ones(640), "bfloat16", (640,), merge=lambda part, begin: part * factor[1])]
-    (bucket,) = broken(packer_of(mine), mine)
-    assert "one of ['a.a', 'a.b'] is NaN or Inf once" in str(name_culprit(bucket, mine, source, 0))
-    source.factor = factor
-    assert name_culprit(bucket, mine, source, 0) == "'a.lora_A' holds NaN or Inf in the trainer"
-
-
-def test_a_parameter_in_shares_is_named_by_its_share() -> None:
-    q = View("q", (4,), 0, 4, None, (Run(0, 0, 2, 2, 6, 2),))
-    v = View("v", (2,), 0, 2, None, (Run(4, 0, 1, 2, 6, 1),))
-    run = torch.zeros(12)
-    mine = [Shard(Base("qkv", "bfloat16", 2, (12,), (q, v)), lambda: run)]
-    bucket = Bucket(1, 32, (Slice(0, 0, 12, 0),), ())
-    for element, name in ((7, "q"), (10, "v"), (11, "qkv")):
-        run.zero_()[element] = NAN
-        assert name_culprit(bucket, mine, OneFactor(), 0) == f"{name!r} holds NaN or Inf in the trainer"
+def test_what_a_merge_makes_infinite_is_named() -> None:
+    mine = [shard("a", torch.ones(640), "bfloat16", (640,), merge=lambda part, begin: part / (torch.arange(640) - 400))]
+    assert broken(packer_of(mine), mine) == ["a.b"]

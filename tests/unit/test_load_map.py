@@ -94,17 +94,6 @@ def test_repetitions_that_overlap_are_nobodys() -> None:
                 compose(*pair)
 
 
-def test_few_runs_where_rows_lie_at_one_stride() -> None:
-    for runs, *box in (
-        (1, (), (), ()),  # a number without dimensions
-        (1, (4, 8), (0, 0), (4, 8)),
-        (1, (64, 3, 8), (0, 5, 0), (64, 9, 8)),  # a part of each of 64 experts
-        (1, (64, 9, 4), (0, 0, 4), (64, 9, 8)),  # columns of all experts
-        (2, (2, 3, 4), (1, 2, 3), (8, 9, 8)),
-    ):
-        assert len(maps.box_runs(*box)) == runs
-
-
 BF16, FP32 = "bfloat16", "float32"
 
 

@@ -273,14 +273,11 @@ class Packer:
         on the CPU. Waits for the device."""
         return self._sums.cpu()
 
-    def broken(self) -> list[int]:
-        """Indices of the buckets among which one has a NaN or Inf in this rank's part; none when all is finite. Waits
-        for the device."""
-        flagged = set(self._flags.nonzero().flatten().tolist())
-        if not flagged:  # looking through thousands of names takes milliseconds
-            return []
-        broken = {name for name, number in self._tensors.items() if number in flagged}
-        return [i for i, bucket in enumerate(self.plan.buckets) if any(e.name in broken for e in bucket.entries)]
+    def broken(self) -> list[str]:
+        """The tensors with a NaN or Inf in this rank's part; of tied ones perhaps only the first. Waits for the
+        device."""
+        names = list(self._tensors)  # in the order of their numbers
+        return [names[number] for number in self._flags.nonzero().flatten().tolist()]
 
 
 @torch.inference_mode()  # a model has hundreds of them, and autograd's bookkeeping is a tenth of the host's time

@@ -269,14 +269,6 @@ def own_box(shape: Sequence[int], strides: Sequence[int] | None) -> Box:
     return box_of(shape, strides, strides, 0, 0)
 
 
-def box_runs(size: Sequence[int], offset: Sequence[int], whole: Sequence[int]) -> list[Run]:
-    """Runs from the elements of a contiguous box of ``size`` at ``offset`` to those of a contiguous tensor ``whole``;
-    one entry per dimension, all sizes at least 1."""
-    strides = row_major(whole)
-    first = sum(at * stride for at, stride in zip(offset, strides, strict=True))
-    return box_of(size, row_major(size), strides, 0, first).runs(1)
-
-
 # ------------------------------------------------------------------------------------- what follows from the map
 def unused(
     entries: Mapping[str, Entry], owners: Mapping[int, int], maps: Sequence[LoadMap]

@@ -342,7 +342,7 @@ class ShardingManager(BaseShardingManager):
         committed, news, weighed = None, False, torch.empty(0)
         with agreement.attempt():
             if not agreement.failed:
-                way.check_finite(sync)
+                way.check_finite()
                 committed = self._committed(sync)
                 news = comparison.note(committed.map if committed else None) or not comparison.knows(sync.plan)
                 if not news:

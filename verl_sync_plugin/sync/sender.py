@@ -118,8 +118,8 @@ class BucketSender:
         self._packer.pack(index, self._slot(slot), shards)
         self._mark(slot)
 
-    def broken(self) -> list[int]:
-        """Indices of buckets in which a NaN or Inf was packed."""
+    def broken(self) -> list[str]:
+        """The tensors of which a NaN or Inf was packed."""
         assert self._packer is not None, "begin() comes first"
         return self._packer.broken()
 

@@ -26,11 +26,11 @@ import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
 from verl_sync_plugin.errors import RankLostError, SyncError
-from verl_sync_plugin.layout.tensors import Plan, Shard
+from verl_sync_plugin.layout.tensors import SCALE, Plan, Shard
 from verl_sync_plugin.log import say
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.sender import SLOTS, BucketSender
-from verl_sync_plugin.trainers.base import ParameterSource, name_culprit
+from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.joint import JointRanks
 from verl_sync_plugin.transport.memory import Live, LiveParameters, NotDirectError, StagingExport
@@ -167,21 +167,15 @@ class Way(ABC):
             if self._separate:
                 self._own.settle(what)
 
-    def check_finite(self, sync: Sync) -> None:
+    def check_finite(self) -> None:
         """The last word before the commit, so that the engine does not generate from a NaN that it was given. Raises
         ValueError, with parameter and remedy, where this rank has packed NaN or Inf."""
-        buckets = [sync.plan.buckets[index] for index in self._sender.broken()] if self._packs else []
-        if not buckets:
-            return
-        named = (name_culprit(bucket, sync.shards, sync.source, sync.rank) for bucket in buckets)
-        culprit = next(filter(None, named), None)
-        if culprit is None:
-            names = [entry.name for entry in buckets[0].entries]
-            culprit = f"one of {names[:5]} was NaN or Inf when it was packed, and in the trainer all of them are finite"
-        raise ValueError(
-            f"parameter {culprit}; the engine was not released to generate from it. Look at the last optimizer step "
-            "(loss, gradient norm, learning rate)"
-        )
+        if self._packs and (names := self._sender.broken()):
+            raise ValueError(
+                f"parameter {names[0].removesuffix(SCALE)!r} holds NaN or Inf in the trainer, or exceeds the range of "
+                "the dtype in which it travels; the engine was not released to generate from it. Look at the last "
+                "optimizer step (loss, gradient norm, learning rate)"
+            )
 
 
 class Direct(Way):

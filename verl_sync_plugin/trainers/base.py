@@ -20,8 +20,7 @@ from verl.utils.device import get_device_name
 from verl_sync_plugin.config.settings import TRAINERS, TURN_OFF, SyncConfig
 from verl_sync_plugin.errors import RegistryConflictError
 from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.strided import Run, compose
-from verl_sync_plugin.layout.tensors import SCALE, Base, Bucket, Plan, Shard
+from verl_sync_plugin.layout.tensors import Base, Plan, Shard
 from verl_sync_plugin.layout.tensors import dtype_name as dtype_name
 from verl_sync_plugin.lora.peft import is_adapter
 from verl_sync_plugin.transport.agreement import Agreement
@@ -76,10 +75,6 @@ class ParameterSource(ABC):
     def release(self) -> None:  # noqa: B027  (most sources hold nothing)
         """Drops every reference to the trainer's parameters, so that an offloaded model is not kept in memory. Where
         offloading keeps the parameters and takes their memory away (Megatron), they may be kept."""
-
-    def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
-        """Names and this rank's part of what is merged into these bases; for messages."""
-        return []
 
 
 class ServedAdapter(ABC):
@@ -195,44 +190,6 @@ def trainer_device() -> torch.device:
     """The device on which this process of verl computes."""
     name = get_device_name()
     return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
-
-
-def name_culprit(bucket: Bucket, shards: list[Shard], source: ParameterSource, rank: int) -> str | None:
-    """A sentence on the parameter that made a packed bucket NaN or Inf, found in the trainer's own values; ``None``:
-    none there. ``rank`` is this rank's place among the owners of a sharded base."""
-    merged = []
-    for part in bucket.slices:
-        shard = shards[part.base]
-        try:
-            run = shard.local()[part.begin : part.end]
-        except KeyError:  # a stream's tensors are gone by now
-            names = [view.name for each in bucket.slices for view in shards[each.base].base.views]
-            return f"one of {names[:5]} holds NaN or Inf in the trainer"
-        if not run.numel() or not run.is_floating_point():
-            continue
-        first = shard.base.first(rank) + part.begin
-        for dtype, problem in (
-            (run.dtype, "holds NaN or Inf in the trainer"),
-            (getattr(torch, shard.base.dtype), f"exceeds the range of {shard.base.dtype}, in which it travels"),
-        ):
-            broken = ~run.to(dtype if dtype.itemsize > 1 else run.dtype).isfinite()  # fp8 has a scale for any range
-            if bool(broken.any()):
-                return f"{_name(shard.base, first + int(broken.int().argmax())).removesuffix(SCALE)!r} {problem}"
-        if shard.merge is not None:
-            merged.append(part.base)
-    if not merged:
-        return None
-    for suspect, values in source.merged_with(tuple(merged)):
-        if not bool(values().isfinite().all()):
-            return f"{suspect!r} holds NaN or Inf in the trainer"
-    names = [view.name for base in merged for view in shards[base].base.views]
-    return f"one of {names[:5]} is NaN or Inf once its adapter is merged"
-
-
-def _name(base: Base, element: int) -> str:
-    here = Run(element, element, 1)
-    held = (view.name for view in base.views if any(compose(here, run) for run in view.runs))
-    return next(held, base.key)
 
 
 # ---- the weight stream

@@ -11,7 +11,7 @@ the bytes are those of the whole tensor, however it is cut.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -173,9 +173,6 @@ class QuantizingSource(ParameterSource):
         self._largest.zero_()
         return self._made
 
-    def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
-        return self._inner.merged_with(self._inner_of(bases))
-
     # ---- which bases travel
 
     def _lay_out(self, bases: tuple[Base, ...]) -> None:
@@ -243,15 +240,12 @@ class QuantizingSource(ParameterSource):
         return tuple(dict.fromkeys(each.inner for each in pieces if isinstance(each, _Piece)))
 
     def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
-        """Finds the scales of all weights in these bases; of all that are to come, where ``inner`` prepares nothing."""
-        units = self._units
-        if self._done or len(bases) < len(self._travels):
-            wanted = [*bases] if self._inner.prepares else [*bases, *(base for bucket in ahead for base in bucket)]
-            travels = (self._travels[base] for base in wanted)
-            of_each = (each if isinstance(each, _Unit) else each.unit for each in travels)
+        """Finds the scales of the weights in these bases; where ``inner`` prepares nothing, of all weights at once."""
+        units = [] if self._done else self._units
+        if self._inner.prepares:
+            of_each = (each if isinstance(each, _Unit) else each.unit for each in map(self._travels.__getitem__, bases))
             found = {unit.first: unit for unit in of_each if unit is not None}
             units = [found[first] for first in sorted(found.keys() - self._done)]
-        if self._inner.prepares:
             needed = {*self._inner_of(bases), *(piece.inner for unit in units for piece in unit.pieces)}
             if needed:
                 yield from self._inner.prepare(tuple(sorted(needed)), [self._inner_of(bucket) for bucket in ahead])

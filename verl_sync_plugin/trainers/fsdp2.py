@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
-from verl_sync_plugin.config.settings import KEY_PREFIX
+from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.layout.tensors import Base, Member, Shard
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.naming import Naming, Rename
@@ -67,11 +67,11 @@ class StateDictSource(ParameterSource):
         return _Known(layout, names, base, members)
 
     def _lengths(self, name: str, tensor: DTensor) -> tuple[int, ...]:
-        mesh, placements = tensor.device_mesh, tensor.placements
+        mesh = tensor.device_mesh
         if (sharded := cut(tensor)) is None:
             raise ValueError(
-                f"parameter {name!r} has placements {placements}; weight sync knows dimension-0 shards over the last "
-                f"mesh dimension. Set {KEY_PREFIX}.enabled=False to run stock verl."
+                f"parameter {name!r} has placements {tensor.placements}; weight sync knows dimension-0 shards over the "
+                f"last mesh dimension. In a script give a state dict with its full_tensor(); else {TURN_OFF}."
             )
         world = mesh.size(mesh.ndim - 1)
         if not sharded or world == 1:

@@ -187,10 +187,6 @@ class Merging(ParameterSource):
         yield from self.gather(chosen)
         self._prepared = frozenset(chosen)  # last: what a failure leaves is no preparation
 
-    def merged_with(self, bases: tuple[int, ...]) -> list[tuple[str, Callable[[], torch.Tensor]]]:
-        weights = [weight for base in bases for weight in self.weights_in(base)]
-        return [(key, self.factors.shards[key].local) for weight in weights for key in weight.keys]
-
     def merger(self, targets: Sequence[Target], first: int) -> Merge:
         """Returns what merges ``targets`` into parts of a run that begins at element ``first`` of the base (see
         ``Shard.merge``). How each part is merged is worked out once."""

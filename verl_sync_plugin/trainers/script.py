@@ -3,35 +3,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from verl.utils.model import convert_weight_keys
 
 from verl_sync_plugin.config.settings import TRAINERS
-from verl_sync_plugin.lora.peft import carries_adapter
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.trainers.fsdp import FSDP1Trainer, FSDP2Trainer
-from verl_sync_plugin.trainers.fsdp2 import StateDictSource
-from verl_sync_plugin.trainers.naming import Naming, checkpoint_rewrite, unsaved_of, verl_rewrite
-from verl_sync_plugin.trainers.placed import PlacedSource, ShardSpecTrainer, simple, state_boxes
+from verl_sync_plugin.trainers.fsdp2 import StateDictSource, cut
+from verl_sync_plugin.trainers.naming import Naming, verl_rewrite
 
 Trained = torch.nn.Module | Mapping[str, torch.Tensor]
 STATE_DICT = "state dict"
-# With DTensors of other placements than FSDP2's
-PLACED_STATE_DICT, PLACED = "placed state dict", "placed module"
 KINDS = "an FSDP2, FSDP1, DDP or plain module of transformers, a state dict, or one of verl's training engines"
 
 
 class Given:
     """Holds what the next sync reads, in the place of verl's training engine; ``config`` is that of the served model,
     as in ``config.json``. ``source`` is what the script gave last, and ``kind`` its kind: a strategy of verl's
-    (``fsdp2`` for DDP and plain modules, too), or one of the names above."""
+    (``fsdp2`` for DDP and plain modules, too), or the name above."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -57,13 +52,14 @@ def kind_of(source: Any) -> str:
     """The kind of what a script trains; see ``Given`` for the kinds and ``Given.take`` for the errors."""
     strategy = getattr(getattr(source, "engine_config", None), "strategy", None)
     if strategy is not None:
-        if strategy not in TRAINERS and not hasattr(source, "get_per_tensor_param_shard"):
+        if strategy not in TRAINERS:
             raise ValueError(f"the training engine's strategy {strategy!r}: use one of {', '.join(TRAINERS)}.")
         return str(strategy)
     if isinstance(source, Mapping):
         if not source or not all(isinstance(tensor, torch.Tensor) for tensor in source.values()):
             raise TypeError("the state dict is empty, or holds something else than tensors. Give names and tensors.")
-        return STATE_DICT if simple(source.values()) else PLACED_STATE_DICT
+        refuse_meshes(source.items())
+        return STATE_DICT
     if not isinstance(source, torch.nn.Module):
         raise TypeError(f"a {type(source).__name__} cannot be synced. Give {KINDS}.")
     if isinstance(source, FullyShardedDataParallel):
@@ -76,11 +72,18 @@ def kind_of(source: Any) -> str:
             f"a {type(unwrapped(source)).__name__} has no config, which says how a checkpoint names its tensors. Give "
             "a model of transformers, or a state dict with the names of a checkpoint."
         )
-    if simple(source.parameters()):
-        return "fsdp2"
-    if carries_adapter(unwrapped(source)):
-        raise ValueError("the module has an adapter of PEFT and other shards than FSDP's. Merge the adapter first.")
-    return PLACED
+    refuse_meshes(source.named_parameters())
+    return "fsdp2"
+
+
+def refuse_meshes(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises ValueError, with the remedy, for DTensors that are cut over more than one mesh."""
+    meshes = {tensor.device_mesh: name for name, tensor in named if isinstance(tensor, DTensor) and cut(tensor)}
+    if len(meshes) > 1:
+        raise ValueError(
+            f"parameters {', '.join(meshes.values())} are cut over different meshes; a sync knows one. Give a state "
+            "dict in which those of the others are whole, by full_tensor()."
+        )
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
@@ -101,15 +104,7 @@ class ScriptTrainer(TrainerBackend):
         if isinstance(given.source, Mapping):
             tied = frozenset(("lm_head.weight",) if given.config.get("tie_word_embeddings") else ())
             naming = Naming(self.policy, verl_rewrite(given.config.get("model_type")), unsaved=tied)
-            if given.kind == STATE_DICT:
-                return StateDictSource(lambda: given.source, naming)
-            return PlacedSource(lambda: state_boxes(given.source, naming), self.policy)
-        if given.kind == PLACED:
-            model = unwrapped(given.source)
-            rename = partial(convert_weight_keys, model=model)
-            naming = Naming(self.policy, checkpoint_rewrite(model), rename, unsaved_of(model))
-            parameters = naming.parameters_of(model)
-            return PlacedSource(lambda: state_boxes(rename(model.state_dict()), naming, parameters), self.policy)
+            return StateDictSource(lambda: given.source, naming)
         engine: Any = given.source
         if isinstance(engine, torch.nn.Module):
             module = engine.module if isinstance(engine, DistributedDataParallel) else engine
@@ -117,11 +112,9 @@ class ScriptTrainer(TrainerBackend):
             lora, hf_config = {"merge": True}, unwrapped(module).config
             config = SimpleNamespace(lora=lora, hf_config=hf_config, get=lambda key, default=None: default)
             engine = SimpleNamespace(module=module, model_config=config)
-        backend: type[TrainerBackend] = ShardSpecTrainer
+        backend: type[TrainerBackend] = FSDP1Trainer if given.kind == "fsdp" else FSDP2Trainer
         if given.kind == "megatron":
             from verl_sync_plugin.trainers.megatron.trainer import MegatronTrainer as backend
-        elif given.kind in TRAINERS:
-            backend = FSDP1Trainer if given.kind == "fsdp" else FSDP2Trainer
         self._inner = backend(engine, self.config, self.device, self.rollout_dtype)
         self._inner.policy = self.policy
         if self._inner.serves_adapter:

@@ -30,8 +30,8 @@ from verl_sync_plugin.layout.load_map import joined, starts_of
 from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import NOTHING, View
 from verl_sync_plugin.trainers.base import dtype_name
-from verl_sync_plugin.trainers.joint import Part
 from verl_sync_plugin.trainers.megatron.model import HeldTensor, ModelTensors
+from verl_sync_plugin.trainers.megatron.parts import Part
 from verl_sync_plugin.trainers.megatron.stream import Guard
 
 # Numbers of layers and of experts in a name, not the 1 of linear_fc1

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -27,74 +26,42 @@ class HeldTensor(NamedTuple):
         return tensor
 
 
-class _Walk:
-    """Every weight of the chunks, found by going through all modules."""
-
-    def __init__(self, chunks: list[torch.nn.Module]) -> None:
-        self.chunks = chunks
-        self._modules = [module for chunk in chunks for module in chunk.modules()]
-        self._structure = _structure(self._modules)
-        self._tied = False  # of tied weights each may be replaced alone
-        self.held: list[HeldTensor] = []
-        homes: dict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)  # by identity
-        for module in self._modules:
-            for home in (module._parameters, module._buffers):
-                for attribute, tensor in home.items():
-                    homes[id(tensor)].append((home, attribute))
-        for number, chunk in enumerate(chunks):
-            for name, weight, buffer in held_by(chunk):
-                first, *more = homes[id(weight)]
-                self._tied = self._tied or bool(more)
-                self.held.append(HeldTensor(name, buffer, len(self.held), number, *first))
-
-    def holds(self, chunks: list[torch.nn.Module]) -> bool:
-        """True if no module or weight has come, gone or changed its name."""
-        same = not self._tied and all(a is b for a, b in zip(chunks, self.chunks, strict=True))
-        return same and self._structure == _structure(self._modules)
-
-
-def _structure(modules: list[torch.nn.Module]) -> list[object]:
-    """All modules and what each holds, by name; cheap to compare."""
-    return [
-        (
-            list(held["_modules"].items()),
-            [name for name, tensor in held["_parameters"].items() if tensor is not None],
-            [name for name, tensor in held["_buffers"].items() if tensor is not None],
-        )
-        for held in (module.__dict__ for module in modules)
-    ]
-
-
 class ModelTensors:
-    """The weights of all chunks, wrapped or not. Walks the modules once and later looks where they were: with thousands
-    of experts a walk takes as long as moving them. ``tensors`` are as they were when last looked up."""
+    """The weights of all chunks, wrapped or not. Walks the modules once, for with thousands of experts a walk takes as
+    long as moving them, and later looks where each module had them: a tensor may be replaced, a module may not.
+    ``tensors`` are as they were when last looked up."""
 
     def __init__(self, chunks: list[torch.nn.Module]) -> None:
         self._chunks = chunks
-        self._walk: _Walk | None = None
+        self._models = [unwrapped(chunk) for chunk in chunks]
+        self._held: list[HeldTensor] = []
         self._kinds: list[tuple[str, torch.Size, torch.dtype]] = []
         self._devices: list[torch.device] = []
         self.tensors: list[torch.Tensor] = []
+        homes: dict[int, tuple[dict[str, Any], str]] = {}  # by identity
+        for module in (module for model in self._models for module in model.modules()):
+            for home in (module._parameters, module._buffers):
+                for attribute, tensor in home.items():
+                    homes.setdefault(id(tensor), (home, attribute))
+        for number, model in enumerate(self._models):
+            for name, weight, buffer in held_by(model):
+                self._held.append(HeldTensor(name, buffer, len(self._held), number, *homes[id(weight)]))
 
     def look(self) -> tuple[bool, bool]:
         """Looks the tensors up; a failure leaves everything as it was. Returns True, first, if names, shapes or dtypes
         are others than the last time, and second, if any tensor is another object or elsewhere."""
-        walk, chunks = self._walk, [unwrapped(chunk) for chunk in self._chunks]
-        if walk is None or not walk.holds(chunks):
-            walk = _Walk(chunks)
-        tensors = [held.home[held.attribute] for held in walk.held]
-        kinds = [(held.name, t.shape, t.dtype) for held, t in zip(walk.held, tensors, strict=True)]
+        tensors = [held.home[held.attribute] for held in self._held]
+        kinds = [(held.name, t.shape, t.dtype) for held, t in zip(self._held, tensors, strict=True)]
         other = kinds != self._kinds
         devices = [tensor.device for tensor in tensors]
         moved = other or devices != self._devices or any(a is not b for a, b in zip(tensors, self.tensors, strict=True))
-        self._walk, self._kinds, self._devices, self.tensors = walk, kinds, devices, tensors
+        self._kinds, self._devices, self.tensors = kinds, devices, tensors
         return other, moved
 
     def named(self) -> Iterator[tuple[int, torch.nn.Module, list[HeldTensor]]]:
         """Each chunk's number, the chunk without its wrappers, and its weights, no empty ones."""
-        assert self._walk is not None, "look() comes first"
-        for number, module in enumerate(self._walk.chunks):
-            yield number, module, [held for held in self._walk.held if held.chunk == number and held.tensor.numel()]
+        for number, model in enumerate(self._models):
+            yield number, model, [held for held in self._held if held.chunk == number and held.tensor.numel()]
 
     def offloaded(self) -> dict[int, torch.Tensor]:
         """Flat buffers of Megatron's DDP whose content verl has moved to host memory, by identity of the storage."""

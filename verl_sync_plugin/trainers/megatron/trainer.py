@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -25,11 +26,12 @@ from verl_sync_plugin.layout.tensors import Base, Shard, View
 from verl_sync_plugin.lora.merge import targets_of
 from verl_sync_plugin.lora.peft import Weight
 from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, TrainerBackend, WirePolicy, dtype_name
-from verl_sync_plugin.trainers.joint import JointSource, RankLayout
 from verl_sync_plugin.trainers.lora import Merge, Merging
 from verl_sync_plugin.trainers.megatron.bridge import BridgeReader, NotACopyError
 from verl_sync_plugin.trainers.megatron.model import HeldTensor, ModelTensors, flat, unwrapped
+from verl_sync_plugin.trainers.megatron.parts import Part, RankLayout, match, replicas
 from verl_sync_plugin.trainers.megatron.stream import Guard, Stream, StreamSource
+from verl_sync_plugin.transport.agreement import Agreement
 
 _PLAIN = ("ParallelLinearAdapter", "GroupedExpertLinearAdapter")
 
@@ -104,16 +106,20 @@ class AdaptedWeight(Weight):
         return float(self.adapter.alpha / self.adapter.dim)
 
 
-class MegatronSource(Merging, JointSource):
-    """Walks the model chunks of one rank (one per virtual pipeline stage), wrapped or not. ``otherwise`` is the
-    bridge's own stream, for a model whose conversion computes."""
+class MegatronSource(Merging):
+    """Reads the model chunks of one rank (one per virtual pipeline stage), wrapped or not. ``otherwise`` is the
+    bridge's own stream, for a model whose conversion computes. Before ``shards`` comes ``agree_on_layout``."""
 
     def __init__(
         self, chunks: list[torch.nn.Module], reader: BridgeReader, policy: WirePolicy, otherwise: ParameterSource,
         device: torch.device, timeout_seconds: float, merges: bool,
     ) -> None:  # fmt: skip
-        Merging.__init__(self, device, timeout_seconds, merges)
-        JointSource.__init__(self, policy)
+        super().__init__(device, timeout_seconds, merges)
+        self._policy = policy
+        self._readings = 0  # of the layout, by all ranks together
+        self._bases: list[Base] = []  # empty until the ranks have agreed
+        self._parts: list[Part] = []  # of each base, on every rank
+        self._mine: dict[int, str] = {}  # base -> parameter of this rank
         self._model = ModelTensors(chunks)
         self._reader = reader
         self._otherwise = otherwise
@@ -122,15 +128,33 @@ class MegatronSource(Merging, JointSource):
         self._mergers: dict[str, Merge] = {}
         self._offloaded: dict[int, torch.Tensor] = {}
 
-    def look(self) -> bool:
+    def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
+        """The ranks exchange their layouts when any of them has changed."""
+        if not agreement.any("looking for the trainer's weights", self._changed):
+            return self
+        self._bases, self._readings = [], self._readings + 1
+        run = f"layout {agreement.name}.{self._readings}"  # alike on all ranks
+        layout = agreement.step("reading the layout of the trainer", lambda: self._read(run))
+        layouts = agreement.gather("exchanging the layout of the trainer", layout)
+        if computed := next((layout.computed for layout in layouts if layout.computed), ""):
+            log.say(f"this model goes through the trainer's own weight stream, which is slower: {computed}")
+            return self._otherwise.agree_on_layout(agreement)
+        bases = agreement.step("matching the layouts of all ranks", lambda: self._match(layouts))
+        self.group = _replica_of(replicas(layouts))
+        self._bases = bases
+        return self
+
+    def _changed(self) -> bool:
         other, moved = self._model.look()
         if other or moved:
             self.kept = None
-        return other
+        if other:
+            self._bases = []
+        return not self._bases
 
-    def read(self, run: str) -> RankLayout:
+    def _read(self, run: str) -> RankLayout:
         self.kept, self._mergers = None, {}
-        groups = tuple(tuple(dist.get_process_group_ranks(group)) for group in self.groups())
+        groups = tuple(tuple(dist.get_process_group_ranks(group)) for group in _model_parallel())
         try:
             found = self._reader.read(self._model, run)
             names = {place: part.name for place, part in found.items()}
@@ -145,30 +169,49 @@ class MegatronSource(Merging, JointSource):
         )
         return RankLayout(tuple(parts), groups)
 
-    def instead(self, layouts: list[RankLayout]) -> ParameterSource | None:
-        computed = next((layout.computed for layout in layouts if layout.computed), "")
-        if not computed:
-            return None
-        log.say(f"this model goes through the trainer's own weight stream, which is slower: {computed}")
-        return self._otherwise
-
-    def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        from megatron.core import parallel_state as mpu
-
-        return mpu.get_model_parallel_group(), mpu.get_expert_tensor_model_pipeline_parallel_group()
+    def _match(self, layouts: list[RankLayout]) -> list[Base]:
+        """Works out who sends what. Raises ValueError, the same on every rank, where the ranks disagree."""
+        rank = dist.get_rank()
+        ranks, units = next((ranks, units) for ranks, units in match(layouts).items() if rank in ranks)
+        bases: list[Base] = []
+        self._parts, self._mine = [], {}
+        sent = dict.fromkeys(ranks, 0)  # elements, so that all send about as much
+        for unit in units:
+            like = unit[0][0]
+            wire = getattr(torch, like.dtype)
+            if not like.buffer:
+                wire = self._policy.of_parameter([view.name for view in like.views], wire)
+            for part, holders in unit:
+                if not part.views:
+                    continue
+                sender = min(holders, key=sent.__getitem__)
+                sent[sender] += prod(part.shape)
+                if sender == rank:
+                    self._mine[len(bases)] = part.name
+                lengths = tuple(prod(part.shape) if each == sender else 0 for each in ranks)
+                key = f"{part.name} (part {', '.join(map(str, part.place))})" if len(unit) > 1 else part.name
+                bases.append(Base(key, dtype_name(wire), wire.itemsize, lengths, part.views))
+                self._parts.append(part)
+        return bases
 
     def shards(self) -> list[Shard]:
+        assert self._bases, "the ranks have not agreed on the layout"
         self.release()
         self._offloaded = self._model.offloaded()
         for weight in self._weights.values():
             for key, place in ((weight.a, weight.place_a), (weight.b, weight.place_b)):
                 if key not in self.factors.shards:
                     self.factors.shards[key] = self._factor(weight, key, self._model.tensors[place])
-        if self._offloaded:
-            return super().shards()
-        if self.kept is None:
-            self.kept = super().shards()
-        return self.kept
+        if self.kept is not None and not self._offloaded:
+            return self.kept
+        mine = self._mine
+        found = [
+            self._shard(base, mine[index]) if index in mine else Shard(base, partial(torch.empty, 0))
+            for index, base in enumerate(self._bases)
+        ]
+        if not self._offloaded:
+            self.kept = found
+        return found
 
     def _home(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return self._offloaded.get(tensor.untyped_storage()._cdata)
@@ -183,7 +226,8 @@ class MegatronSource(Merging, JointSource):
         base = Base(key, dtype_name(tensor.dtype), tensor.dtype.itemsize, (rows * columns,) * size, (view,))
         return Shard(base, partial(flat, each, self._home(tensor)))
 
-    def shard(self, base: Base, name: str) -> Shard:
+    def _shard(self, base: Base, name: str) -> Shard:
+        """A base of which this rank sends its part of the parameter of that name."""
         tensor, weight = self._model.tensors[self._places[name]], self._weights.get(name)
         home = self._home(tensor)
         if weight is not None and name not in self._mergers:
@@ -208,6 +252,26 @@ class MegatronSource(Merging, JointSource):
                 mine = (self._weights[name] for name in names if name in self._weights)
                 keys = tuple(dict.fromkeys(key for weight in mine for key in weight.keys))
                 self.gathered |= yield from self.factors.gather(keys, _group(experts), torch.float32)
+
+
+def _model_parallel() -> tuple[dist.ProcessGroup, ...]:
+    from megatron.core import parallel_state as mpu
+
+    return mpu.get_model_parallel_group(), mpu.get_expert_tensor_model_pipeline_parallel_group()
+
+
+def _replica_of(members: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
+    """This rank's replica as a group. Collective."""
+    if len(members[0]) == 1:
+        return None
+    if len(members) == 1:
+        return dist.group.WORLD
+    for group in _model_parallel():  # a communicator of its own costs device memory
+        # Replicas are alike, so all ranks come to the same choice
+        if tuple(dist.get_process_group_ranks(group)) in members:
+            return group
+    groups = [dist.new_group(list(ranks)) for ranks in members]
+    return next(group for ranks, group in zip(members, groups, strict=True) if dist.get_rank() in ranks)
 
 
 def _group(experts: bool) -> dist.ProcessGroup | None:
