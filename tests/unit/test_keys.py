@@ -83,7 +83,7 @@ REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
     # arguments of SGLang
     *((f"+{SGL}.{key}={value}", f"sglang.{key}={value!r}: ", f"{ROLL}.{ours}") for key, value, ours in (
         ("dp_size", 2, "data_parallel_size"), ("tp_size", 4, "tensor_model_parallel_size"),
-        ("ep_size", 4, "expert_parallel_size"), ("dtype", "float16", "dtype"), ("load_format", "auto", "load_format"))),
+        ("dtype", "float16", "dtype"), ("load_format", "auto", "load_format"))),
     (f"+{SGL}.model_path=/m", "sglang.model_path='/m': ", "Remove it, and set " + MODEL),
     ("+" + SGL + ".json_model_override_args='{\"quantization_config\":{}}'", "json_model_override_args=", "without"),
     *((f"+{SGL}.{key}={value}", f"sglang.{key}={value!r}: ", "Remove it") for key, value in (
@@ -107,10 +107,9 @@ def test_refused_by_key_value_and_remedy(given: str | tuple[str, ...], shown: st
 
 def test_what_serves_is_not_refused() -> None:
     sglang = {
-        "dp_size": 2, "tp_size": 4, "enable_dp_attention": True, "torchao_config": "''", "cpu_offload_gb": 0,
-        "pp_size": 1, "quantization": "null", "kv_cache_dtype": "fp8_e5m2", "ep_size": 4, "dtype": "float16",
-        "load_format": "dummy", "weight_cache_mode": "off", "moe_runner_backend": "triton",
-        "disaggregation_mode": "'null'",
+        "dp_size": 2, "enable_dp_attention": True, "torchao_config": "''", "cpu_offload_gb": 0, "pp_size": 1,
+        "quantization": "null", "kv_cache_dtype": "fp8_e5m2", "ep_size": 4, "weight_cache_mode": "off",
+        "moe_runner_backend": "triton", "disaggregation_mode": "'null'",
     }  # fmt: skip
     others = {
         "tensor_model_parallel_size": 2, "data_parallel_size": 2, "dtype": "half", "expert_parallel_size": 4,
