@@ -109,8 +109,7 @@ def moves(rollout: Any) -> bool:
 
 def stepping_aside(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
     """The line that says why stock verl moves the weights of a run that the plugin cannot serve; empty where it can.
-    Raises ValueError where one of our keys was given, or stock verl would move wrong weights or train other parameters.
-    """
+    Raises ValueError where one of our keys was given, or stock verl would train other parameters."""
     rollout, strategy = actor_rollout_ref.rollout, OmegaConf.select(actor_rollout_ref, "actor.strategy")
     engine = rollout_of(rollout.name)
     cause = _unserved_trainer(actor_rollout_ref, strategy, engine.ENGINE)
@@ -125,8 +124,7 @@ def stepping_aside(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
             f"{cause}, so {key} cannot be followed. Remove that key, and stock verl moves the weights, or {TURN_OFF}."
         )
     refuse_unread_rank(actor_rollout_ref.model, strategy, "stock verl's trainer")
-    remark = engine.refuse_stock(rollout, actor_rollout_ref.model) if moves(rollout) else ""
-    return ". ".join(filter(None, (f"{NOT_IN_USE}, stock verl moves the weights", cause, remark))) + "."
+    return f"{NOT_IN_USE}, stock verl moves the weights. {cause}."
 
 
 def _unserved_trainer(actor_rollout_ref: Any, strategy: str, engine: str) -> str:

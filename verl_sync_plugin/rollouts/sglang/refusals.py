@@ -240,19 +240,6 @@ def _layers(config: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
     return changes.get("num_hidden_layers", config.get("num_hidden_layers"))
 
 
-def refuse_stock(rollout: Any, model: Any) -> str:
-    refuse_arguments(engine_arguments(rollout).get, ARGUMENTS, TURN_OFF)
-    refuse_quantization(rollout, model)
-    refuse_checkpoint(str(model.get("path", None)), rollout=rollout)
-    if rollout.get("quantization", None) is None:
-        return ""
-    return (
-        f"With {PREFIX}.quantization=fp8 verl chooses by names what it quantizes, which puts wrong weights of some "
-        "families (Llama, Mistral, Mixtral) into SGLang without an error: look at training/rollout_probs_diff_mean "
-        "(rollout.calculate_log_probs=True) of the first step"
-    )
-
-
 def refuse_quantization(rollout: Any, model: Any) -> None:
     """Raises ValueError where ``rollout.quantization`` is another than fp8, or does not go together with other keys."""
     quantization = given_value(rollout, "quantization", f"{PREFIX}.quantization")
