@@ -31,7 +31,6 @@ UNSERVED = {
     "disaggregation_mode": "prefill", "moe_runner_backend": "flashinfer_trtllm", "load_format": "bitsandbytes",
 }  # fmt: skip
 BUCKET = (SHORT_BUCKET_KEY, LONG_BUCKET_KEY)
-MISSING = (f"{SYNC}.timeout_seconds", SYNC, CUSTOM, *BUCKET)
 
 # Overrides, the key and value that are named, and what stands after them
 REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
@@ -39,7 +38,8 @@ REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
     *((f"{key}=5", f"{key}=5: not a mapping", f"{key}.<key>=") for key in (f"{ROLL}.engine_kwargs", SGL)),
     *((f"{ROLL}.{key}=True", f"{key}=True: not a mapping", f"{key}.<key>=") for key in ("disaggregation", "mtp")),
     (f"{ROLL}.checkpoint_engine=5", "checkpoint_engine=5: not a mapping", "checkpoint_engine.<key>="),
-    *((f"{key}=???", f"{key}=???: no value", "Give it one, or remove") for key in MISSING),
+    (f"{SYNC}.timeout_seconds=???", "MissingMandatoryValue", f"{SYNC}.timeout_seconds"),
+    (f"{LONG_BUCKET_KEY}=???", f"{LONG_BUCKET_KEY}=None: not a whole number", f"{LONG_BUCKET_KEY}=512"),
     # keys of the sync
     (f"{SYNC}.timeout_second=5", f"{SYNC}.timeout_second=5: unknown", f"Did you mean {SYNC}.timeout_seconds?"),
     (f"{SYNC}.canary=log", "sync.canary='log': unknown key", "max_probs_diff"),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_sync_plugin.config import refusals
-from verl_sync_plugin.config.settings import PREFIX, TURN_OFF, given_value, lora_rank_of, section
+from verl_sync_plugin.config.settings import PREFIX, TURN_OFF, lora_rank_of, section
 from verl_sync_plugin.lora.settings import LEAVE_OUT, PEFT_KEY
 from verl_sync_plugin.lora.settings import PREFIX as MODEL
 
@@ -139,7 +139,7 @@ RETAIN_COPY = "TMS_RETAIN_CPU_BACKUP"
 def refuse_keys(rollout: Any) -> None:
     if cause := left_to_verl(rollout):
         raise ValueError(f"{cause}; {TURN_OFF}.")
-    dtype = given_value(rollout, "dtype", f"{PREFIX}.dtype")
+    dtype = rollout.get("dtype", None)
     if dtype not in (None, "auto", *DTYPES):
         raise ValueError(f"{PREFIX}.dtype={dtype!r}: not a dtype of SGLang's weights. Use one of {', '.join(DTYPES)}.")
     given = engine_arguments(rollout)
@@ -242,7 +242,7 @@ def _layers(config: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
 
 def refuse_quantization(rollout: Any, model: Any) -> None:
     """Raises ValueError where ``rollout.quantization`` is another than fp8, or does not go together with other keys."""
-    quantization = given_value(rollout, "quantization", f"{PREFIX}.quantization")
+    quantization = rollout.get("quantization", None)
     if quantization is None:
         return
     key = f"{PREFIX}.quantization={quantization!r}"
