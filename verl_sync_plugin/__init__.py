@@ -1,17 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl-sync-plugin: takes over verl's resharding phase (trainer to rollout weight sync)."""
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 __version__ = "0.2.0"
-
-
-with suppress(Exception):  # plugin.py reports what is broken
-    from verl_sync_plugin import compat
-
-    compat.too_old()
 
 
 def build() -> str:

@@ -8,9 +8,7 @@ alone, one name in one verl module is replaced (``launch_shims``); nothing else 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.metadata
-import sys
 import types
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -52,29 +50,6 @@ def version_of(package: str) -> str:
         return ""
 
 
-@functools.cache
-def too_old() -> bool:
-    """True if this process has, or would import, a verl older than 0.9; one line on stderr then says so, once.
-
-    Such a verl knows no entry points, so it loads the plugin only where ``VERL_USE_EXTERNAL_MODULES`` names it.
-    """
-    from packaging.version import InvalidVersion, Version
-
-    version = getattr(sys.modules.get("verl"), "__version__", None) or version_of("verl")
-    try:
-        if Version(version).release >= (0, 9):  # so a pre-release of 0.9 is new enough
-            return False
-    except InvalidVersion:
-        return False
-    print(
-        f"verl-sync-plugin: verl 0.9 or newer is needed, and verl {version} is installed: pip install verl==0.9.1, "
-        "or uninstall verl-sync-plugin and take it out of VERL_USE_EXTERNAL_MODULES",
-        file=sys.stderr,
-        flush=True,
-    )
-    return True
-
-
 @contextmanager
 def launch_shims() -> Iterator[None]:
     """Context in which verl 0.9.1 can launch SGLang >= 0.5.21, whose ``ServerArgs`` is no dataclass any more: verl's
@@ -99,10 +74,8 @@ def _fields(struct: Any) -> list[Any]:
 
 
 async def answering(tokenizer_manager: Any) -> bool:
-    """True if SGLang has requests that it has not answered to the end, by the lock that its own pause looks at; False
-    where a release has no such lock."""
-    lock = getattr(tokenizer_manager, "model_update_lock", None)
-    return lock is not None and bool(await lock.is_locked())
+    """True if SGLang has requests that it has not answered to the end, by the lock that its own pause looks at."""
+    return bool(await tokenizer_manager.model_update_lock.is_locked())
 
 
 @asynccontextmanager
@@ -160,10 +133,8 @@ async def set_weight_version(tokenizer_manager: Any, version: str) -> None:
 
         request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
         await tokenizer_manager.update_weight_version(request)
-    elif update := getattr(tokenizer_manager, "_update_weight_version_if_provided", None):
-        update(version)
     else:
-        tokenizer_manager.server_args.weight_version = version
+        tokenizer_manager._update_weight_version_if_provided(version)
 
 
 def counts_versions(tokenizer_manager: Any) -> bool:

@@ -9,6 +9,7 @@ plugin must not end up there, so a failure ends the process instead.
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +22,7 @@ WITHOUT = "set VERL_USE_EXTERNAL_PLUGINS=none to run verl without plugins"
 def _stop(error: Exception) -> NoReturn:
     """Ends the process with one message; verl would swallow the exception itself."""
     text = f"verl-sync-plugin cannot be loaded: {type(error).__name__}: {error}"
-    print(text if WITHOUT in text else f"{text} ({WITHOUT})", file=sys.stderr, flush=True)
+    print(text if "VERL_USE_EXTERNAL_" in text else f"{text} ({WITHOUT})", file=sys.stderr, flush=True)
     raise SystemExit(1) from error
 
 
@@ -30,7 +31,7 @@ try:
 
     from verl_sync_plugin import compat
     from verl_sync_plugin.config import settings  # noqa: F401  (a broken one is to be noticed here)
-    from verl_sync_plugin.errors import RegistryConflictError
+    from verl_sync_plugin.errors import IncompatibleHostError, RegistryConflictError
     from verl_sync_plugin.rollouts import ROLLOUTS, rollout_of
 except Exception as import_error:
     _stop(import_error)
@@ -39,6 +40,10 @@ except Exception as import_error:
 def register() -> None:
     """Arranges for each registry of verl's to be written to when verl imports its module: importing these here would
     cost seconds in every process. One that verl has imported already is served at once."""
+    host = getattr(sys.modules.get("verl"), "__version__", None) or compat.version_of("verl")
+    if re.match(r"0\.[0-8]\b", host):  # it knows no entry points, so a variable has named this module
+        remedy = "pip install verl==0.9.1, or take verl_sync_plugin out of VERL_USE_EXTERNAL_MODULES"
+        raise IncompatibleHostError(f"verl 0.9 or newer is needed, and verl {host} is installed: {remedy}")
     hooks: dict[str, Callable[[Any], Any]] = {
         "hydra": _register_hydra,
         "verl.workers.rollout.base": _register_rollout,
@@ -106,8 +111,6 @@ def _register_trainers(_: Any) -> None:
             TRAINER_REGISTRY[name] = reporting(trainer)
 
 
-if compat.too_old():
-    raise SystemExit(1)  # too_old() has printed why
 try:
     register()
 except Exception as registration_error:

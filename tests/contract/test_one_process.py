@@ -87,7 +87,8 @@ class Source(ParameterSource):
 class TokenizerManager:
     """Answers as SGLang's does; a load runs in a thread, as it would in the scheduler."""
 
-    server_args = SimpleNamespace(tp_size=1, weight_version="")
+    server_args = SimpleNamespace(tp_size=1)
+    _update_weight_version_if_provided = print
 
     def __init__(self, model: Model) -> None:
         self._model = model

@@ -23,11 +23,11 @@ import ray
 import torch
 import transformers
 import verl
-from verl.trainer.ppo.v1 import trainer_base
-from verl.workers.rollout import base, replica
 
 from fresh_process import Told, broken, doctor, first_in_path, other_plugin
 from verl_sync_plugin.cli import main
+from verl_sync_plugin.rollouts import sglang
+from verl_sync_plugin.trainers import base
 from verl_sync_plugin.transport import memory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +44,7 @@ def test_healthy_stack_is_ready(tmp_path: Path, tiny_model: Any) -> None:
     model = f"actor_rollout_ref.model.path={tiny_model('qwen2')}"
     told = doctor(tmp_path, "--", *COMMAND.split(), model, f"{ROLLOUT}.quantization=fp8", VERL_PLATFORM="")
     assert told.code == 0 and told.found["ready"] and not told.bad, told.bad
-    assert told.findings["hooks"]["text"] == "10 hooks of verl and SGLang are ours"
+    assert told.findings["hooks"]["text"] == "all hooks of verl and of the engine are ours"
     assert not [check for check in told.findings if check.startswith("hook/")]
     assert told.findings["overrides"]["text"] == "weight sync on"
     # as the log of a run with it
@@ -63,24 +63,15 @@ def test_healthy_stack_is_ready(tmp_path: Path, tiny_model: Any) -> None:
 
 FIRST = 'from verl.workers.rollout.base import _ROLLOUT_REGISTRY as known; known["sglang", "async"] = "other_plugin.A"'
 LATER = """
-    import sys
     import wrapt
 
-    sys.modules["megatron.core.package_info"] = None
-
-    class Stranger: ...
-
     def later(_):
-        import verl.trainer.ppo.v1, verl.workers.rollout.base, verl.checkpoint_engine.base
-        verl.workers.rollout.base._ROLLOUT_REGISTRY["sglang", "async"] = "other_plugin.Stranger"
-        verl.checkpoint_engine.base.CheckpointEngineRegistry._registry["sync_plugin"] = Stranger
-        verl.trainer.ppo.v1.trainer_base.TRAINER_REGISTRY["sync"] = Stranger
+        from verl.workers.rollout.base import _ROLLOUT_REGISTRY as known; known["sglang", "async"] = "other_plugin.A"
 
     wrapt.register_post_import_hook(later, "verl_sync_plugin.hooks.engines")
     """
-LEAVE_OUT = f"uninstall one of the two plugins, or leave the other one out: {POLICY}=verl_sync_plugin"
-STRANGER, BROKEN = "other_plugin.Stranger (of other-plugin)", "ImportError: broken on purpose"
-AGAIN = "pip install --force-reinstall"
+TAKEN, BROKEN = "already taken by 'other_plugin.A'", "ImportError: broken on purpose"
+LEAVE_OUT, AGAIN = "Uninstall one of the two plugins", "pip install --force-reinstall"
 
 
 @pytest.mark.slow
@@ -89,8 +80,7 @@ def test_a_plugin_that_is_not_loaded_and_no_cluster(tmp_path: Path) -> None:
     path = first_in_path(other_plugin(tmp_path, FIRST))
     told = doctor(tmp_path, "--ray", "127.0.0.1:1", "--", SGLANG, PYTHONPATH=path)
     assert told.code == 1 and told.bad == dict.fromkeys(("import", "ray"), "problem")
-    assert "already taken by 'other_plugin.A'" in told.findings["import"]["text"]
-    assert told.findings["import"]["remedy"] == LEAVE_OUT
+    assert TAKEN in told.findings["import"]["text"] and LEAVE_OUT in told.findings["import"]["remedy"]
     assert "127.0.0.1:1" in told.findings["ray"]["text"] and "ray start --head" in told.findings["ray"]["remedy"]
     assert told.found["nodes"][0]["run"]["line"] == "not looked at, since verl does not load the plugin here"
 
@@ -98,13 +88,14 @@ def test_a_plugin_that_is_not_loaded_and_no_cluster(tmp_path: Path) -> None:
 @pytest.mark.slow
 @real
 def test_hooks_that_are_not_active(tmp_path: Path) -> None:
-    """Covers hooks that another plugin took, a broken module of ours, and a Megatron that cannot be imported."""
-    site, ours = other_plugin(tmp_path, LATER), broken(tmp_path, "rollouts/sglang/loader.py")
-    told = doctor(tmp_path, PYTHONPATH=os.pathsep.join((str(site), first_in_path(ours))))
-    taken = [f"hook/{name}" for name in ("checkpoint-engine", "trainers", "rollout-adapter")]
-    failed = {"hook/engine-loader": (BROKEN, AGAIN), "hook/megatron-engine": ("", "install what 'megatron' belongs to")}
-    assert told.code == 1 and told.bad == dict.fromkeys((*taken, *failed), "problem")
-    for check, (text, remedy) in {**dict.fromkeys(taken, (STRANGER, LEAVE_OUT)), **failed}.items():
+    """Covers a hook that another plugin took later, and a broken module of ours."""
+    taken, ours = first_in_path(other_plugin(tmp_path, LATER)), broken(tmp_path, "rollouts/sglang/loader.py")
+    for path, check, text, remedy in (
+        (taken, "hook/rollout-config", TAKEN, LEAVE_OUT),
+        (first_in_path(ours), "hook/engine-loader", BROKEN, AGAIN),
+    ):
+        told = doctor(tmp_path, PYTHONPATH=path)
+        assert told.code == 1 and told.bad == {check: "problem"}
         assert text in told.findings[check]["text"] and remedy in told.findings[check]["remedy"]
 
 
@@ -228,58 +219,24 @@ def test_a_machine_and_an_environment(
     assert text in told.findings[check]["text"] and remedy in told.findings[check]["remedy"]
 
 
-def raising(code: str, file: str = "/x.py") -> Any:
-    """A registry of verl's that fails in a file; what it names need not be there."""
+def test_a_hook_that_fails(tell: Callable[..., Told], monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers hides what stops an import of its own. Hooks of the engine need a GPU to be judged."""
 
-    def fails(*_: object) -> None:
-        exec(compile(f"raise {code}", file, "exec"))
-
-    return SimpleNamespace(items=fails, get=fails)
-
-
-@pytest.mark.parametrize(
-    ("code", "file", "remedy"),
-    [
-        ("ImportError('libcuda')", "/x/site-packages/sgl_kernel/y.py", "install a sgl_kernel that fits the torch"),
-        ("ImportError('x')", "/x/verl_sync_plugin/y.py", AGAIN),
-        ("AssertionError('Key already registed')", "/x.py", "uninstall one of the two plugins"),
-        ("ModuleNotFoundError('No module', name='megatron.core.x')", "/x.py", "install what 'megatron' belongs to"),
-    ],
-)
-def test_what_to_do_about_a_hook_that_fails(
-    code: str, file: str, remedy: str, tell: Callable[..., Told], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Hooks of the engine need a GPU to be judged."""
-    monkeypatch.setattr(trainer_base, "TRAINER_REGISTRY", raising(code, file))
-    monkeypatch.setattr(base, "_ROLLOUT_REGISTRY", raising("KeyError()"))
-    told = tell()
-    assert told.bad == {"hook/trainers": PROBLEM, "hook/rollout-adapter": WARNING}
-    assert remedy in told.findings["hook/trainers"]["remedy"]
-    assert "on a node with GPUs" in told.findings["hook/rollout-adapter"]["remedy"]
-
-
-def test_one_cause_is_one_finding(tell: Callable[..., Told], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torchvision that does not fit torch keeps transformers, and with it most hooks, from being imported."""
-    nms = compile("raise RuntimeError('nms')", "/x/site-packages/torch/library.py", "exec")
-    vision = compile("exec(nms)", "/x/site-packages/torchvision/ops.py", "exec")
-
-    def fails(*_: object) -> None:
+    def fails() -> None:
         try:
-            exec(vision, {"nms": nms})
+            raise RuntimeError("nms")
         except RuntimeError as error:
             raise ModuleNotFoundError("Could not import module 'A'") from error
 
-    monkeypatch.setattr(trainer_base, "TRAINER_REGISTRY", SimpleNamespace(items=fails))
-    monkeypatch.setattr(base, "_ROLLOUT_REGISTRY", SimpleNamespace(get=fails))
-    absent = raising("ModuleNotFoundError('No module', name='sglang.srt')")
-    monkeypatch.setattr(replica.RolloutReplicaRegistry, "_registry", absent)
-    assert tell().bad.keys() == {"hook/trainers", "hook/rollout-replica"}
-    told = tell(versions={"sglang": None})
-    assert told.bad == dict.fromkeys(("version/sglang", "hook/trainers"), PROBLEM), "its version says that already"
-    found = told.findings["hook/trainers"]
-    assert found["text"].startswith("not active, nor rollout-adapter: ModuleNotFoundError: Could not import module 'A'")
-    assert "RuntimeError: nms" in found["text"]
-    assert found["remedy"].startswith("install a torchvision that fits the torch")
+    monkeypatch.setattr(sglang, "LOADER", "no.such.module")
+    told = tell()
+    assert told.bad == {"hook/engine-loader": WARNING}
+    assert "on a node with GPUs" in told.findings["hook/engine-loader"]["remedy"]
+    monkeypatch.setattr(base, "refuse_other_engines", fails)
+    found = (told := tell()).findings["hook/training-engines"]
+    assert told.bad == {"hook/training-engines": PROBLEM}, "one cause is one finding"
+    assert "import module 'A' (because of RuntimeError: nms)" in found["text"] and AGAIN in found["remedy"]
+    assert tell(versions={"sglang": None}).bad == {"version/sglang": PROBLEM}, "its version says that already"
 
 
 def test_a_cluster_whose_nodes_differ(tell: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from verl_sync_plugin.lora.peft import build_peft_model
 
 MODEL = "actor_rollout_ref.model"
 LORA, PEFT = f"{MODEL}.lora", f"{MODEL}.lora.peft"
-STRATEGY, MEGATRON = "actor_rollout_ref.actor.strategy", "actor_rollout_ref.actor.megatron"
+STRATEGY = "actor_rollout_ref.actor.strategy"
 FLAT = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
 
 
@@ -326,17 +326,6 @@ def test_lora_on_megatron_needs_the_bridge_and_no_dora(merge: bool, monkeypatch:
     assert rollout_of(*given).custom.sync.enabled is True
     text = refused(*given, f"++{LORA}.type=dora")
     assert f"lora.type='dora' with {STRATEGY}=megatron: " in text and f"Set {LORA}.type=lora" in text
-
-
-def test_what_has_no_effect_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    for given, said in (
-        (f"++{LORA}.merge=True", f"{LORA}.merge=True has no effect without a LoRA rank"),
-        ("++actor_rollout_ref.actor.freeze_vision_tower=True", "freeze_vision_tower=True has no effect"),
-        (f"++{MEGATRON}.seed=1", ""),
-    ):
-        config_of("model_engine=megatron", given)
-        text = capsys.readouterr().out
-        assert said in text and ("no effect" in text) is bool(said)
 
 
 def test_compositions_that_are_shipped_fit_megatron() -> None:

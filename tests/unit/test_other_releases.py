@@ -32,7 +32,7 @@ def test_a_verl_that_cannot_run_it_is_one_finding(tmp_path_factory: pytest.TempP
     """In the processes of a run: ``test_plugin_loading.py``."""
     told = doctor(tmp_path, PYTHONPATH=first_in_path(folder_with(tmp_path_factory, "verl==0.8.0")))
     assert told.code == 1 and told.findings["version/verl"]["text"].startswith("verl 0.8.0: verl 0.9 or newer, ")
-    assert "verl 0.9 or newer is needed, and verl 0.8.0 is installed" in told.stderr and "import" not in told.bad
+    assert "import" not in told.bad
 
 
 @pytest.mark.parametrize("version", ["5.19.0", "5.24.0"])

@@ -43,7 +43,8 @@ EVERY = pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
 class Manager:
     """Notes what it is asked for; it answers requests once ``answers`` is set."""
 
-    server_args = SimpleNamespace(tp_size=1, weight_version="", enable_weights_cpu_backup=False)
+    server_args = SimpleNamespace(tp_size=1, enable_weights_cpu_backup=False)
+    _update_weight_version_if_provided = mock.Mock()
 
     def __init__(self, answers: bool = False) -> None:
         self.asked: list[str] = []

@@ -16,8 +16,7 @@ import io
 import json
 import os
 import sys
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -27,204 +26,100 @@ from verl_sync_plugin.cli import doctor
 from verl_sync_plugin.cli.doctor import Finding, ok, problem, warning
 
 REINSTALL = "install the plugin again: pip install --force-reinstall --no-deps . in its checkout"
-OTHER_PLUGIN = f"uninstall one of the two plugins, or leave the other one out: {doctor.POLICY}={doctor.POINT}"
-NOT_THERE = "not there"
-Entry = tuple[str, Any, Any]  # of a registry of verl's: its name, what it holds, and what it should
-
-
-def _ours(where: str) -> Any:
-    module, _, name = where.rpartition(".")
-    return getattr(importlib.import_module(f"verl_sync_plugin.{module}"), name)
-
-
-def hydra_keys() -> Iterator[Entry]:
-    from hydra.core.plugins import Plugins
-    from hydra.plugins.config_source import ConfigSource
-    from hydra.plugins.search_path_plugin import SearchPathPlugin
-
-    for base, name in ((ConfigSource, "SyncConfigSource"), (SearchPathPlugin, "SyncSearchPath")):
-        ours = _ours(f"config.hydra_source.{name}")
-        yield f"Hydra's {name}", ours if ours in Plugins.instance().discover(base) else None, ours
-
-
-def training_engines(strategies: tuple[str, ...], ours: str) -> Iterator[Entry]:
-    import verl.workers.engine  # noqa: F401  (registers)
-    from verl.workers.engine.base import EngineRegistry
-
-    for strategy in strategies:
-        known = EngineRegistry._engines.get("language_model", {}).get(strategy, {})
-        for vendor in _ours("trainers.base.VENDORS"):
-            name = f"verl's training engine for {strategy} on (cuda, {vendor})"
-            yield name, known.get(("cuda", vendor)), _ours(f"hooks.{ours}EngineWithLMHead")
-
-
-def megatron_engine() -> Iterator[Entry]:
-    if importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core"):
-        import verl.workers.engine.megatron  # noqa: F401  (registers; verl hides why it could not import it)
-
-        yield from training_engines(("megatron",), "megatron_engine.SyncMegatron")
-
-
-def checkpoint_engine() -> Iterator[Entry]:
-    from verl.checkpoint_engine.base import CheckpointEngineRegistry
-
-    backend, ours = _ours("config.settings.SEPARATE_BACKEND"), _ours("hooks.separate.SyncCheckpointEngine")
-    yield f"verl's checkpoint engine {backend}", CheckpointEngineRegistry._registry.get(backend), ours
-
-
-def trainers() -> Iterator[Entry]:
-    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
-
-    ours = _ours("hooks.trainer.SyncTrainerMixin")
-    for name, found in TRAINER_REGISTRY.items():
-        yield f"verl's trainer {name}", found, found if isinstance(found, type) and issubclass(found, ours) else ours
-
-
-def _rollouts() -> list[tuple[str, Any]]:
-    return [(name, _ours("rollouts.rollout_of")(name)) for name in _ours("rollouts.ROLLOUTS")]
-
-
-def rollout_adapter() -> Iterator[Entry]:
-    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
-
-    for name, ours in _rollouts():
-        yield f"verl's rollout adapter for {name}", _ROLLOUT_REGISTRY.get((name, "async")), ours.ADAPTER
-        _ours(ours.ADAPTER.partition(".")[2])
-
-
-def rollout_replica() -> Iterator[Entry]:
-    from verl.workers.rollout.replica import RolloutReplicaRegistry
-
-    for name, ours in _rollouts():
-        yield f"verl's rollout replica for {name}", RolloutReplicaRegistry._registry.get(name), ours.load_replica
-        ours.load_replica()
-
-
-def engine_loader() -> tuple[()]:
-    for _, ours in _rollouts():
-        importlib.import_module(ours.LOADER)
-    return ()
-
-
-# In the order in which a run meets them. The engine comes last: its import is the longest, and changes torch.
-HOOKS: dict[str, Callable[[], Iterable[Entry]]] = {
-    "hydra-keys": hydra_keys,
-    "rollout-config": lambda: _ours("hooks.driver.SyncRolloutConfig") and (),
-    "training-engines": partial(training_engines, ("fsdp", "fsdp2"), "engines.SyncFSDP"),
-    "megatron-engine": megatron_engine,
-    "checkpoint-engine": checkpoint_engine,
-    "trainers": trainers,
-    "workers": lambda: _ours("hooks.worker.OURS") and (),
-    "rollout-adapter": rollout_adapter,
-    "rollout-replica": rollout_replica,
-    "engine-loader": engine_loader,
+# Where a run meets our hooks: modules whose import calls them, and ours that verl imports by name
+HOOKS = {
+    "hydra-keys": "hydra",
+    "rollout-config": "verl_sync_plugin.hooks.driver",
+    "training-engines": "verl.workers.engine",
+    "megatron-engine": "verl.workers.engine.megatron",  # whose ImportError verl hides
+    "checkpoint-engine": "verl.checkpoint_engine.base",
+    "trainers": "verl.trainer.ppo.v1",
+    "workers": "verl_sync_plugin.hooks.worker",
 }
-OF_THE_ENGINE = {"rollout-adapter", "rollout-replica", "engine-loader"}  # hooks that import the rollout engine
+OF_THE_ENGINE = ("rollout-adapter", "rollout-replica", "engine-loader")  # hooks that import the rollout engine
 
 
 def probe(overrides: Sequence[str]) -> dict[str, Any]:
     """Imports verl, then looks at every hook, and at overrides. Returns the ``__version__`` of ``verl``, ``run`` (of
     ``lint``), and ``findings``."""
     result: dict[str, Any] = {"verl": None, "run": None}
-    spoken, found = io.StringIO(), list[Finding]()
+    spoken, found, versions = io.StringIO(), list[Finding](), doctor.installed()
     try:
         with contextlib.redirect_stderr(spoken):
             result["verl"] = importlib.import_module("verl").__version__
     except BaseException as error:  # the plugin ends the process with SystemExit; its reason is on stderr
         if said := [line for line in spoken.getvalue().splitlines() if "verl-sync-plugin cannot be loaded" in line]:
-            found = [problem("import", said[-1], _known_remedy(said[-1]) or REINSTALL)]
-        elif doctor.installed()["verl"]:  # where it is not, its version says so
+            found = [_split("import", said[-1], REINSTALL)]
+        elif versions["verl"]:  # where it is not, its version says so
             remedy = "mend that first: python -c 'import verl'"
             found = [problem("import", f"verl cannot be imported: {_one_line(error)}", remedy)]
     else:
         if "verl_sync_plugin.plugin" in sys.modules:
-            loaded = ok("import", f"importing verl loads {sys.modules['verl_sync_plugin'].__file__}")
-            found = [loaded, *check_hooks(HOOKS, doctor.installed())]
+            found = [ok("import", f"importing verl loads {sys.modules['verl_sync_plugin'].__file__}")]
+            found += [check_hooks()] if versions["sglang"] else []
             result["run"] = lint(overrides) if overrides else None
         else:
             found = [problem("import", doctor.NOT_LOADED, f"pip install the plugin, and unset {doctor.POLICY}")]
     return {**result, "findings": [asdict(each) for each in found]}
 
 
-def check_hooks(hooks: Mapping[str, Callable[[], Iterable[Entry]]], versions: doctor.Versions) -> Iterator[Finding]:
-    """One finding where all hooks are active; else one of each cause that keeps some from being so. A package that is
-    not installed is none: its version says so."""
-    active, alike = 0, dict[str, tuple[BaseException, list[str]]]()
-    for name, hook in hooks.items():
+def check_hooks() -> Finding:
+    """Calls every hook. The first failure ends it: what follows mostly fails alike."""
+    for name, hook in _hooks():
         try:
-            wrong = [f"{what} is {describe(found)}" for what, found, ours in hook() if found != ours]
+            hook()
         except BaseException as error:
-            first = _first(error)
-            alike.setdefault(f"{type(first).__name__}: {first}", (error, []))[1].append(name)
-        else:
-            active += not wrong
-            if wrong:
-                remedy = REINSTALL if any(each.endswith(NOT_THERE) for each in wrong) else OTHER_PLUGIN
-                yield problem(f"hook/{name}", "; ".join(wrong), remedy)
-    for cause, names in alike.values():
-        first = _first(cause)
-        package = str(first.name).partition(".")[0] if isinstance(first, ModuleNotFoundError) and first.name else ""
-        if package not in doctor.RANGES or versions[package] is not None:
-            yield _failed(cause, names, package)
-    if active == len(hooks):
-        yield ok("hooks", f"{active} hooks of verl and SGLang are ours")
+            import torch
+
+            platform = os.environ.get(doctor.PLATFORM, "").strip().lower()
+            if name in OF_THE_ENGINE and platform != "cpu" and not torch.cuda.is_available():
+                text = f"not active: {_one_line(error)}; no GPU is visible here"
+                return warning(f"hook/{name}", text, "run the doctor on a node with GPUs")
+            return _refused(f"hook/{name}", error, f"make that import work, or {REINSTALL}")
+    return ok("hooks", "all hooks of verl and of the engine are ours")
 
 
-def describe(found: Any) -> str:
-    """A class, function or dotted name of a registry, with the distribution that it comes from."""
-    if found is None:
-        return NOT_THERE
-    name = found if isinstance(found, str) else f"{found.__module__}.{getattr(found, '__qualname__', found)}"
-    package = name.partition(".")[0]
-    owners = importlib.metadata.packages_distributions().get(package) or [
-        point.dist.name
-        for point in importlib.metadata.entry_points(group="verl.plugins")
-        if point.value.partition(".")[0].partition(":")[0] == package and point.dist is not None
-    ]
-    return f"{name} (of {owners[0]})" if owners else name
+def _hooks() -> Iterator[tuple[str, Callable[[], object]]]:
+    """In the order in which a run meets them. The engine's import comes last: it is the longest, and changes torch."""
+    has_megatron = importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core")
+    for name, module in HOOKS.items():
+        if name != "megatron-engine" or has_megatron:
+            yield name, partial(importlib.import_module, module)
+
+    from verl_sync_plugin.compat import MODE
+    from verl_sync_plugin.hooks.driver import SyncRolloutConfig
+    from verl_sync_plugin.rollouts import ROLLOUTS, rollout_of
+    from verl_sync_plugin.trainers.base import refuse_other_engines
+
+    yield "training-engines", refuse_other_engines
+    for rollout, engine in ((rollout, rollout_of(rollout)) for rollout in ROLLOUTS):
+        yield "rollout-config", partial(SyncRolloutConfig, name=rollout, mode=MODE)  # looks who has the next two
+        yield "rollout-adapter", partial(importlib.import_module, engine.ADAPTER.rpartition(".")[0])
+        yield "rollout-replica", engine.load_replica
+        yield "engine-loader", partial(importlib.import_module, engine.LOADER)
 
 
-def _failed(error: BaseException, names: list[str], missing: str) -> Finding:
-    """A finding of hooks that cannot be imported, for want of a package if it names one."""
-    check, also = f"hook/{names[0]}", f", nor {', '.join(names[1:])}" if names[1:] else ""
-    text = f"not active{also}: {_one_line(error)}"
-    files = [frame.filename for frame in traceback.extract_tb(_first(error).__traceback__)]
-    packages = [name.partition("site-packages/")[2].partition("/")[0] for name in files]
-    # What torch refuses is not torch's fault, but of the package that asked for it
-    package = next((each for each in reversed(packages) if each and each != "torch"), "")
-    if OF_THE_ENGINE.issuperset(names):
-        import torch
+def _refused(check: str, error: BaseException, remedy: str) -> Finding:
+    from verl_sync_plugin.errors import IncompatibleHostError, RegistryConflictError
 
-        if not torch.cuda.is_available() and os.environ.get(doctor.PLATFORM, "").strip().lower() != "cpu":
-            return warning(check, f"{text}; no GPU is visible here", "run the doctor on a node with GPUs")
-    if missing and missing != "verl_sync_plugin":
-        remedy = f"install what {missing!r} belongs to"
-    elif files and "verl_sync_plugin" in files[-1]:
-        remedy = REINSTALL
-    elif package:
-        remedy = f"install a {package} that fits the torch here: python -c 'import {package}' has to work"
-    else:
-        remedy = f"mend {files[-1] if files else 'it'} first"
-    return problem(check, text, _known_remedy(text) or remedy)
+    if type(error) in (ValueError, IncompatibleHostError, RegistryConflictError):
+        return _split(check, str(error), remedy)
+    return problem(check, _one_line(error), remedy)
 
 
-def _known_remedy(text: str) -> str:
-    if "already taken" in text or "already registed" in text:
-        return OTHER_PLUGIN
-    return "pip install verl==0.9.1, which the plugin is made for" if "does not offer" in text else ""
-
-
-def _first(error: BaseException) -> BaseException:
-    """The error that all others were raised from: transformers wraps whatever stops an import of its own."""
-    while following := error.__cause__ or error.__context__:
-        error = following
-    return error
+def _split(check: str, text: str, remedy: str) -> Finding:
+    """A finding of a message of the plugin's, whose last sentence is the remedy; ``remedy`` where it has only one."""
+    refusal, _, last = text.removesuffix(".").rpartition(". ")
+    return problem(check, refusal or text, last if refusal else remedy)
 
 
 def _one_line(error: BaseException) -> str:
-    first = _first(error)
+    """With the error that it was raised from in the end: transformers wraps whatever stops an import of its own."""
+    first, override = error, getattr(error, "override", None)  # a parse error of Hydra's does not name its override
+    while following := first.__cause__ or first.__context__:
+        first = following
     because = f" (because of {type(first).__name__}: {first})" if first is not error else ""
-    return " ".join(f"{type(error).__name__}: {error}{because}".split())[:600]
+    return " ".join(f"{override or type(error).__name__}: {error}{because}".split())[:600]
 
 
 def parse(words: Sequence[str]) -> tuple[str, str, list[str]]:
@@ -247,6 +142,7 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
     from hydra.core.global_hydra import GlobalHydra
     from verl.utils.config import omega_conf_to_dataclass
 
+    from verl_sync_plugin.config.hydra_source import verl_configs
     from verl_sync_plugin.config.settings import KEY_PREFIX, NOT_IN_USE
     from verl_sync_plugin.hooks.driver import OFF, settle
     from verl_sync_plugin.rollouts import ROLLOUTS
@@ -257,8 +153,7 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
         hydra.version.setbase(None)  # as verl
         GlobalHydra.instance().clear()
         sys.argv = [f"{program}.py"]  # what Hydra names the job after
-        configs = str(_ours("config.hydra_source.verl_configs")())
-        with hydra.initialize_config_dir(configs, job_name=program, version_base=None):
+        with hydra.initialize_config_dir(str(verl_configs()), job_name=program, version_base=None):
             config = hydra.compose(name, overrides)
         line = settle(config, overrides, program)
         if line == OFF:
@@ -272,24 +167,16 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
             omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
             found = [ok(check, line), *check_model(config, overrides)]
     except Exception as error:
-        found = [_refused(check, error)]
+        remedy = "correct key or value; a key that verl's config does not have is added with a + before it"
+        found = [_refused(check, error, remedy)]
     return {"line": line, "findings": [asdict(each) for each in found]}
-
-
-def _refused(check: str, error: Exception) -> Finding:
-    """A finding of an error, whose last sentence is the remedy where it is the plugin's."""
-    text = " ".join(f"{getattr(error, 'override', None) or ''} {error}".split())  # a parse error of Hydra's names none
-    refusal, _, remedy = text.removesuffix(".").rpartition(". ")
-    if type(error) is ValueError and refusal:
-        return problem(check, refusal, remedy)
-    return problem(
-        check, text, "correct key or value; a key that verl's config does not have is added with a + before it"
-    )
 
 
 def check_model(config: Any, overrides: Sequence[str]) -> list[Finding]:
     """Says of a composed config whether its model is served, and what a sync of it sends and takes. Its ``config.json``
     has to be on this machine, in a folder or in the cache of the Hugging Face Hub."""
+    from verl_sync_plugin.rollouts import rollout_of
+
     key, actor = "actor_rollout_ref.model.path", config.actor_rollout_ref
     path = str(actor.model.get("path"))
     if not any(override.lstrip("+").startswith(f"{key}=") for override in overrides):
@@ -300,10 +187,9 @@ def check_model(config: Any, overrides: Sequence[str]) -> list[Finding]:
         text = f"{key}={path} is not on this machine, so whether it is served is not known here"
         return [warning("model", text, f"hf download {path} config.json, then ask again")]
     try:
-        engine = _ours("rollouts.rollout_of")(actor.rollout.name)
-        engine.refuse_checkpoint(folder, actor.model.get("override_config"), actor.rollout)
+        rollout_of(actor.rollout.name).refuse_checkpoint(folder, actor.model.get("override_config"), actor.rollout)
     except ValueError as error:
-        return [_refused("model", error)]
+        return [_split("model", str(error), "use another model")]
     try:
         return _sent(folder, config)
     except Exception as error:  # whatever transformers makes of a config
@@ -327,6 +213,7 @@ def _sent(folder: str, config: Any) -> list[Finding]:
 
     from verl_sync_plugin.config.settings import lora_rank_of
     from verl_sync_plugin.report import size_text
+    from verl_sync_plugin.rollouts import rollout_of
     from verl_sync_plugin.trainers.base import wire_policy
     from verl_sync_plugin.trainers.fsdp2 import StateDictSource
     from verl_sync_plugin.trainers.naming import Naming, checkpoint_rewrite, unsaved_of
@@ -350,7 +237,7 @@ def _sent(folder: str, config: Any) -> list[Finding]:
     each, staging = size_text(plan.nbytes / (tp * pp)), size_text(2 * max(bucket.nbytes for bucket in plan.buckets))
     takes = f"per GPU about {each} in the engine, and at most {staging} of staging where weights are not read in place"
     if rollout.checkpoint_engine.get("backend", "naive") == "naive" and not served:
-        engine = _ours("rollouts.rollout_of")(rollout.name)
+        engine: Any = rollout_of(rollout.name)
         copied = engine.keeps_copy(names, engine.engine_arguments(rollout))
         takes += f"; on the host {f'a copy of {each} per GPU' if copied else 'no copy'} while the engine sleeps"
     return [ok("model", f"{', '.join(names)} is served; {what}{sends}"), ok("memory", takes)]

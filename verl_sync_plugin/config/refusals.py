@@ -15,7 +15,6 @@ from verl_sync_plugin.config.settings import (
     KEY_PREFIX,
     PREFIX,
     SEPARATE_BACKEND,
-    given_value,
     lora_rank_of,
     section,
     sync_config_of,
@@ -76,7 +75,7 @@ def refuse_values(prefix: str, holder: Any) -> None:
             continue
         *path, last = key.removeprefix(f"{prefix}.").split(".")
         inner = section(holder, path[0], f"{prefix}.{path[0]}") if path else holder
-        value = given_value(inner, last, key)
+        value = inner.get(last, None)
         if not fits(value) and (value is not None or (last.endswith("rank") and last in inner)):
             raise ValueError(f"{key}={value!r}: {problem}. Use {instead}.")
 

@@ -28,7 +28,6 @@ SWITCHED_OFF = (
     f"plugin's. Set {KEY_PREFIX}.enabled=True, or another backend, such as nccl."
 )
 SHARES_GPU = "_another_engine_on_this_gpu"  # set by our trainer next to ``sync``: no cache of the trainer may stay
-MISSING = "???"  # omegaconf's mark of a value that is still to be given
 
 
 class SyncConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,26 +87,12 @@ def _checked(key: str, value: Any) -> Any:
 def section(holder: Any, key: str, name: str) -> Any:
     """The mapping under ``key`` of a config (dataclass, DictConfig or dict); empty where there is none. Raises
     ValueError where something else is there; ``name`` is the whole key, for the message."""
-    value = given_value(holder, key, name)
+    value = holder.get(key, None)
     if value is None:
         return {}
     if not isinstance(value, Mapping):
         raise ValueError(f"{name}={_plain(value)!r}: not a mapping. Use {name}.<key>=<value>.")
     return value
-
-
-def refuse_missing(holder: Any, key: str, name: str) -> None:
-    from omegaconf import OmegaConf
-
-    # A DictConfig does not show the mark, a dict resolved from one does
-    if OmegaConf.is_missing(holder, key) if OmegaConf.is_dict(holder) else str(holder.get(key, None)) == MISSING:
-        raise ValueError(f"{name}={MISSING}: no value. Give it one, or remove the key.")
-
-
-def given_value(holder: Any, key: str, name: str) -> Any:
-    """The value under ``key`` in a config section; ``None`` when there is none."""
-    refuse_missing(holder, key, name)
-    return holder.get(key, None)
 
 
 def refuse_near_misses(holder: Mapping[str, Any], known: Collection[str], name: str) -> None:
@@ -139,8 +124,6 @@ def sync_config_of(rollout: Any) -> SyncConfig:
     custom = section(rollout, "custom", name)
     refuse_near_misses(custom, (key,), name)
     sync = section(custom, key, KEY_PREFIX)
-    for key in sync:
-        refuse_missing(sync, key, f"{KEY_PREFIX}.{key}")
     return SyncConfig.from_mapping({key: _plain(sync[key]) for key in sync})  # by key: omegaconf's errors then name it
 
 

@@ -24,7 +24,6 @@ from verl_sync_plugin.config import hydra_source
 from verl_sync_plugin.config.refusals import ACTOR, MODEL, refuse_combinations, refuse_megatron_lora, refuse_values
 from verl_sync_plugin.config.settings import (
     KEY_PREFIX,
-    LONG_BUCKET_KEY,
     NOT_IN_USE,
     PREFIX,
     SEPARATE_BACKEND,
@@ -33,8 +32,6 @@ from verl_sync_plugin.config.settings import (
     TURN_OFF,
     SyncConfig,
     check_bucket_megabytes,
-    given_value,
-    lora_rank_of,
     refuse_misplaced,
     refuse_near_misses,
     section,
@@ -109,8 +106,7 @@ def moves(rollout: Any) -> bool:
 
 def stepping_aside(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
     """The line that says why stock verl moves the weights of a run that the plugin cannot serve; empty where it can.
-    Raises ValueError where one of our keys was given, or stock verl would move wrong weights or train other parameters.
-    """
+    Raises ValueError where one of our keys was given, or stock verl would train other parameters."""
     rollout, strategy = actor_rollout_ref.rollout, OmegaConf.select(actor_rollout_ref, "actor.strategy")
     engine = rollout_of(rollout.name)
     cause = _unserved_trainer(actor_rollout_ref, strategy, engine.ENGINE)
@@ -125,8 +121,7 @@ def stepping_aside(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
             f"{cause}, so {key} cannot be followed. Remove that key, and stock verl moves the weights, or {TURN_OFF}."
         )
     refuse_unread_rank(actor_rollout_ref.model, strategy, "stock verl's trainer")
-    remark = engine.refuse_stock(rollout, actor_rollout_ref.model) if moves(rollout) else ""
-    return ". ".join(filter(None, (f"{NOT_IN_USE}, stock verl moves the weights", cause, remark))) + "."
+    return f"{NOT_IN_USE}, stock verl moves the weights. {cause}."
 
 
 def _unserved_trainer(actor_rollout_ref: Any, strategy: str, engine: str) -> str:
@@ -153,7 +148,7 @@ def asked_for(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
         if override.lstrip("+~").startswith((f"{KEY_PREFIX}.", "sync=")):
             return override.lstrip("~")
     rollout = actor_rollout_ref.rollout
-    if (short := given_value(rollout, "update_weights_bucket_megabytes", SHORT_BUCKET_KEY)) is not None:
+    if (short := rollout.get("update_weights_bucket_megabytes", None)) is not None:
         return f"{SHORT_BUCKET_KEY}={short}"
     if sync_config_of(rollout) != SyncConfig():
         return f"{KEY_PREFIX}={OmegaConf.to_container(rollout.custom.sync)}"
@@ -196,7 +191,7 @@ def leave_to_verl(rollout: DictConfig, resolved: bool) -> None:
 
 def _settle_buckets(rollout: DictConfig, resolved: bool, syncs: bool) -> None:
     engine, key = rollout.checkpoint_engine, "update_weights_bucket_megabytes"
-    short, long = given_value(rollout, key, SHORT_BUCKET_KEY), given_value(engine, key, LONG_BUCKET_KEY)
+    short, long = rollout.get(key, None), engine.get(key, None)
     stock = hydra_source.stock_rollout().checkpoint_engine[key]
     given = hydra_source.given(engine, key, stock, resolved)
     rollout[key], engine[key] = settled_megabytes(short, long, given, stock, syncs)
@@ -215,10 +210,6 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
     lora = section(model, "lora", f"{MODEL}.lora")
     section(lora, "peft", PEFT_KEY)
     refuse_near_misses(lora, {*stock["lora"], "peft"}, f"{MODEL}.lora")
-    if OmegaConf.select(model, "lora.merge", default=False) and not lora_rank_of(model):
-        say(f"{MODEL}.lora.merge=True has no effect without a LoRA rank, all parameters are trained")
-    if OmegaConf.select(actor_rollout_ref, "actor.freeze_vision_tower", default=False):
-        say(f"{ACTOR}.freeze_vision_tower=True has no effect: verl 0.9.1 does not read it and trains all")
     if strategy in FLAT_LORA_TRAINERS:
         plain: Any = OmegaConf.to_container(model, resolve=True)
         with read_write(model), open_dict(model):
@@ -260,11 +251,11 @@ def check_rollout(rollout: Any) -> None:
     """Checks all keys of a rollout config (dataclass or settled DictConfig)."""
     if not is_on(rollout):
         return
-    engine = section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine")
-    check_bucket_megabytes(
-        given_value(rollout, "update_weights_bucket_megabytes", SHORT_BUCKET_KEY),
-        given_value(engine, "update_weights_bucket_megabytes", LONG_BUCKET_KEY),
+    engine, key = (
+        section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine"),
+        "update_weights_bucket_megabytes",
     )
+    check_bucket_megabytes(rollout.get(key, None), engine.get(key, None))
     refuse_values(PREFIX, rollout)
     if moves(rollout):
         rollout_of(rollout.get("name")).refuse_keys(rollout)

@@ -71,9 +71,6 @@ class Rollout(Protocol):
     def left_to_verl(self, rollout: Any) -> str:
         """Key, value and reason of what the plugin cannot do of it and stock verl can; empty where there is nothing."""
 
-    def refuse_stock(self, rollout: Any, model: Any) -> str:
-        """Refuses what stock verl would load wrongly into the engine; returns a warning without full stop, or ""."""
-
     def refuse_quantization(self, rollout: Any, model: Any) -> None:
         """Refuses a ``rollout.quantization`` that the engine cannot follow, with this model's keys."""
 

@@ -239,8 +239,16 @@ class ShardExport:
 
 
 def refuse_plain_stream() -> None:
-    """Raises RegistryConflictError where verl's registry holds somebody else's engine for one of our strategies, else
-    ValueError: the trainer's strategy is another."""
+    """Raises as ``refuse_other_engines``, else ValueError: the trainer's strategy is another."""
+    refuse_other_engines()
+    raise ValueError(
+        "the training engine exports a plain weight stream: no sharding manager knows it "
+        f"(actor_rollout_ref.actor.strategy other than {', '.join(TRAINERS)}). Use one of these, or {TURN_OFF}."
+    )
+
+
+def refuse_other_engines() -> None:
+    """Raises RegistryConflictError where verl's registry holds somebody else's engine for one of our strategies."""
     from verl.workers.engine.base import EngineRegistry
 
     engines = defaultdict(list)
@@ -262,7 +270,3 @@ def refuse_plain_stream() -> None:
             f"verl's training engine for {', '.join(strategies)} is {engine.__module__}.{engine.__qualname__} here, "
             f"{cause}, or {TURN_OFF}."
         )
-    raise ValueError(
-        "the training engine exports a plain weight stream: no sharding manager knows it "
-        f"(actor_rollout_ref.actor.strategy other than {', '.join(TRAINERS)}). Use one of these, or {TURN_OFF}."
-    )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_sync_plugin.config import refusals
-from verl_sync_plugin.config.settings import PREFIX, TURN_OFF, given_value, lora_rank_of, section
+from verl_sync_plugin.config.settings import PREFIX, TURN_OFF, lora_rank_of, section
 from verl_sync_plugin.lora.settings import LEAVE_OUT, PEFT_KEY
 from verl_sync_plugin.lora.settings import PREFIX as MODEL
 
@@ -73,16 +73,17 @@ REFUSED: Rows = {
 }
 # What a launched SGLang resolved where verl's ``rollout.quantization`` is fp8
 IN_FP8: Rows = {**REFUSED, "quantization": (only("fp8"), UNSERVED), "json_model_override_args": (but(None), UNSERVED)}
-# Arguments that verl finds out by itself
+_HAS_A_KEY = f"verl plans by a key of its own. Remove it, and set {PREFIX}."
+# Arguments that verl finds out by itself, or by a key that verl and the plugin read
 VERLS_OWN: Rows = {
     "model_path": (only(None), "verl sets it by itself. Remove it, and set actor_rollout_ref.model.path"),
     "nnodes": (only(None, 1), "verl sets it by itself. Remove it: verl counts the nodes of an engine"),
+    "tp_size": (only(None), f"{_HAS_A_KEY}tensor_model_parallel_size"),
+    "dtype": (only(None), f"{_HAS_A_KEY}dtype"),
+    "load_format": (only(None), f"{_HAS_A_KEY}load_format"),
 }
 NO_DRAFT_MODEL = "NGRAM"  # the ``speculative_algorithm`` that drafts from tokens it has seen
 DRAFT = "speculative_draft_model_path"
-# Arguments for which verl's rollout has a key, which verl and the plugin read
-SAME_WORDS = {"dtype": "dtype", "load_format": "load_format", "ep_size": "expert_parallel_size"}
-SAME_DTYPES = {"half": "float16", "float": "float32"}
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -138,14 +139,14 @@ RETAIN_COPY = "TMS_RETAIN_CPU_BACKUP"
 def refuse_keys(rollout: Any) -> None:
     if cause := left_to_verl(rollout):
         raise ValueError(f"{cause}; {TURN_OFF}.")
-    dtype = given_value(rollout, "dtype", f"{PREFIX}.dtype")
+    dtype = rollout.get("dtype", None)
     if dtype not in (None, "auto", *DTYPES):
         raise ValueError(f"{PREFIX}.dtype={dtype!r}: not a dtype of SGLang's weights. Use one of {', '.join(DTYPES)}.")
     given = engine_arguments(rollout)
     refuse_arguments({"load_format": rollout.get("load_format", None)}.get, PREFIX, TURN_OFF)
     refuse_arguments(given.get, ARGUMENTS, TURN_OFF)
     refuse_arguments(given.get, ARGUMENTS, rows=VERLS_OWN)
-    _refuse_second_word(rollout, given)
+    _refuse_data_parallel(rollout, given)
 
 
 def left_to_verl(rollout: Any) -> str:
@@ -187,26 +188,17 @@ def refuse_arguments(
             raise ValueError(f"{where}.{key}={value!r}{made}: {words}.")
 
 
-def _refuse_second_word(rollout: Any, given: Mapping[str, Any]) -> None:
-    """Arguments for which verl has a key: verl plans its ranks, and we the bytes, by that key and not by these."""
+def _refuse_data_parallel(rollout: Any, given: Mapping[str, Any]) -> None:
+    """verl plans its ranks by its own key, and not by SGLang's ``dp_size``."""
     parallel, attention = rollout.get("data_parallel_size", None) or 1, bool(given.get("enable_dp_attention", False))
     ranks = (rollout.get("tensor_model_parallel_size", None) or 1) * parallel
-    one = "Remove the former and set the latter"
-    same: dict[str, tuple[Any, str]] = {"tp_size": (ranks, "tensor_model_parallel_size, times data_parallel_size,")}
-    for key, ours in SAME_WORDS.items():
-        if key != "ep_size" or (given.get("moe_dp_size", None) or 1) <= 1:  # verl has no key for such a layout
-            same[key] = rollout.get(ours, None), ours
-    for key, (expected, ours) in same.items():
-        value = given.get(key, None)
-        if None not in (value, expected) and SAME_DTYPES.get(value, value) != SAME_DTYPES.get(expected, expected):
-            raise ValueError(f"{ARGUMENTS}.{key}={value!r}: {PREFIX}.{ours} is {expected!r}. {one}.")
     # With DP attention SGLang shares out its own ranks and their number stays; else every one is a rank more
     value = given.get("dp_size", None)
     whole = isinstance(value, int) and not isinstance(value, bool)
     if value not in (None, parallel) and not (attention and whole and ranks % max(value, 1) == 0):
         raise ValueError(
-            f"{ARGUMENTS}.dp_size={value!r}: {PREFIX}.data_parallel_size is {parallel}. {one}, or set "
-            f"+{ARGUMENTS}.enable_dp_attention=True, by which SGLang shares out its {ranks} ranks."
+            f"{ARGUMENTS}.dp_size={value!r}: {PREFIX}.data_parallel_size is {parallel}. Remove the former and set "
+            f"the latter, or set +{ARGUMENTS}.enable_dp_attention=True, by which SGLang shares out its {ranks} ranks."
         )
     if parallel > 1 and not attention:
         raise ValueError(
@@ -248,22 +240,9 @@ def _layers(config: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
     return changes.get("num_hidden_layers", config.get("num_hidden_layers"))
 
 
-def refuse_stock(rollout: Any, model: Any) -> str:
-    refuse_arguments(engine_arguments(rollout).get, ARGUMENTS, TURN_OFF)
-    refuse_quantization(rollout, model)
-    refuse_checkpoint(str(model.get("path", None)), rollout=rollout)
-    if rollout.get("quantization", None) is None:
-        return ""
-    return (
-        f"With {PREFIX}.quantization=fp8 verl chooses by names what it quantizes, which puts wrong weights of some "
-        "families (Llama, Mistral, Mixtral) into SGLang without an error: look at training/rollout_probs_diff_mean "
-        "(rollout.calculate_log_probs=True) of the first step"
-    )
-
-
 def refuse_quantization(rollout: Any, model: Any) -> None:
     """Raises ValueError where ``rollout.quantization`` is another than fp8, or does not go together with other keys."""
-    quantization = given_value(rollout, "quantization", f"{PREFIX}.quantization")
+    quantization = rollout.get("quantization", None)
     if quantization is None:
         return
     key = f"{PREFIX}.quantization={quantization!r}"
