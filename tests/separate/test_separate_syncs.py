@@ -56,12 +56,11 @@ def parameters_read_in_place(driver: Driver, rollouts: list[Member], folder: Pat
     for version, engines in ((11, [second]), (12, [second]), (13, [first, second]), (14, [first, second])):
         for report in synced(driver, engines, version, folder):
             assert report["delivery"] == ("direct" if version in (12, 14) else "staged"), (version, report)
-        if version == 13:
-            together([*driver.trainers, *rollouts], "note_rounds")
-    for rounds in together([*driver.trainers, *rollouts], "rounds"):
-        assert rounds[: rounds.index("connecting to the engine")] == ["planning the sync"], rounds
     assert driver.trainers[0].ask("break_next", "engine._manager.sender.hash_parameters").answer() is None
+    together([*driver.trainers, *rollouts], "note_rounds")
     failed_alike(driver.sync(15, rollouts), "rank 0: MemoryError: injected: hash_parameters")
+    for rounds in together([*driver.trainers, *rollouts], "rounds"):
+        assert rounds == ["planning the sync", "connecting to the engine"], "a steady sync plans in one round"
     synced(driver, rollouts, 16, folder)
     spoil = ("spoil", "model.layers.1.mlp.down_proj.weight")
     a_flip_is_found(driver, rollouts, 17, folder, spoil, "do not hold what was sent of model.layers.1.mlp.")

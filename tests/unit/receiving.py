@@ -16,7 +16,7 @@ from verl_sync_plugin.layout.load_map import LoadMap
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, Plan, Shard, View, numbers_of
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
-from verl_sync_plugin.transport.agreement import Agreement, Alone
+from verl_sync_plugin.transport.agreement import Agreement, Ranks
 from verl_sync_plugin.transport.memory import Live, LiveParameters, Regions
 from verl_sync_plugin.transport.protocol import Committed, Manifest
 from verl_sync_plugin.verify import Comparison
@@ -110,7 +110,7 @@ class Sender:
 
     def compared(self, load: ModelLoad) -> set[str]:
         """Names of the tensors that could be compared, and hold what was sent."""
-        ranks = Alone()
+        ranks = Ranks(0, (0,), (0,))
         ranks.trainers = tuple(range(WORLD))
         comparison = Comparison(SyncConfig(verify="never"), Agreement(10.0, ranks=ranks), ())
         comparison.note(load.map)

@@ -6,17 +6,22 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import pytest
 
-from verl_sync_plugin.transport import channel as transport
 from verl_sync_plugin.transport import protocol
-from verl_sync_plugin.transport.channel import Channel, ChannelClosedError, ChannelTimeoutError, Listener, connect
+from verl_sync_plugin.transport.channel import (
+    BadMessageError,
+    Channel,
+    ChannelClosedError,
+    ChannelTimeoutError,
+    Listener,
+    connect,
+)
 
 WAIT, BOUND, NOBODY = 20.0, 0.5, 65534
 
@@ -41,27 +46,14 @@ def bounded(least: float = 0.0) -> Iterator[None]:
     assert least <= time.monotonic() - before < BOUND + 2
 
 
-WORD = struct.pack("!H", 1000) + b"\0some"
-TRICKLE = [struct.pack("!IB", 1000, 0), *[b"x"] * 60]
-
-
-@pytest.mark.parametrize("parts", [[], [b"\0\0"], [WORD], TRICKLE], ids=["silence", "head", "part", "trickle"])
-def test_a_message_that_does_not_come_whole_ends_in_a_timeout(parts: list[bytes]) -> None:
+@pytest.mark.parametrize("part", [b"", b"\0\0", struct.pack("!i", 1000) + b"some"], ids=["silence", "head", "part"])
+def test_a_message_that_does_not_come_whole_ends_in_a_timeout(part: bytes) -> None:
     bare, channel = pair()
-
-    def say(parts: list[bytes]) -> None:
-        with suppress(OSError):
-            for part in parts:
-                bare.sendall(part)
-                time.sleep(BOUND / 10 if len(parts) > 1 else 0)
-
-    say(parts[:1])
-    assert channel.has_word() is bool(parts)
-    threading.Thread(target=say, args=(parts[1:],)).start()
-    said = f"no word .* within 0.5 s{r' but .*[0-9]+ bytes of one' if parts else ''}$"
-    with bounded(BOUND), pytest.raises(ChannelTimeoutError, match=said):
+    bare.sendall(part)
+    assert channel.has_word() is bool(part)
+    with bounded(BOUND), pytest.raises(ChannelTimeoutError, match=r"no whole word .* within 0\.5 s$"):
         channel.receive(BOUND)
-    channel.close()
+    assert channel.has_word() is bool(part), "nothing more can be received after a part"
 
 
 def test_a_message_that_nobody_takes_ends_in_a_timeout() -> None:
@@ -71,20 +63,19 @@ def test_a_message_that_nobody_takes_ends_in_a_timeout() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "text"),
+    ("data", "error"),
     [
-        pytest.param(struct.pack("!I", (1 << 31) - 1), "2147483647 bytes is announced", id="2 GB"),
-        pytest.param(b"GET / HTTP/1.1\r\n", "is announced", id="http"),
-        pytest.param(struct.pack("!I", 0), "no message", id="empty"),
-        pytest.param(struct.pack("!IB", 1, 250), "no message", id="unknown kind"),
-        pytest.param(struct.pack("!I", 6) + b"\0cos\nx", "not a Hello", id="pickle"),
-        pytest.param(struct.pack("!IBB", 2, 3, 0x91), "not a Load", id="cut"),
+        pytest.param(b"GET / HTTP/1.1\r\n", ChannelClosedError, id="http"),
+        pytest.param(struct.pack("!i", 0), BadMessageError, id="empty"),
+        pytest.param(struct.pack("!i", 5) + b"cos\nx", BadMessageError, id="pickle"),
+        pytest.param(struct.pack("!i", 12) + b"\x81\xa4type\xa5Nobod", BadMessageError, id="cut"),
+        pytest.param(struct.pack("!i", 13) + b"\x81\xa4type\xa6Nobody", BadMessageError, id="unknown kind"),
     ],
 )
-def test_what_is_no_message_is_refused_at_once(data: bytes, text: str) -> None:
+def test_what_is_no_message_is_refused_at_once(data: bytes, error: type[Exception]) -> None:
     bare, channel = pair()
     bare.sendall(data)
-    with bounded(), pytest.raises(transport.BadMessageError, match=text):
+    with bounded(), pytest.raises(error):
         channel.receive(WAIT)
     with pytest.raises(ChannelClosedError):
         channel.receive(WAIT)
@@ -114,11 +105,11 @@ def test_another_users_process_is_not_let_in(listener: Listener, capfd: pytest.C
 
 
 def test_who_comes_late_is_refused_at_once_and_who_waits_is_hung_up_on(listener: Listener) -> None:
-    waiting = connect(listener.address, WAIT, WAIT)
+    waiting = connect(listener.address, WAIT)
     for _ in range(2):
         listener.close()
     with bounded(), pytest.raises(ChannelClosedError, match="nobody listens"):
-        connect(listener.address, WAIT, WAIT)
+        connect(listener.address, WAIT)
     with bounded(), pytest.raises(ChannelClosedError, match="gone"):
         waiting.receive(WAIT)
 
@@ -126,7 +117,7 @@ def test_who_comes_late_is_refused_at_once_and_who_waits_is_hung_up_on(listener:
 def test_connect_to_a_full_queue_times_out(listener: Listener) -> None:
     """A trainer rank that never accepts must not block the engine for longer."""
     held = []
-    with pytest.raises(ChannelTimeoutError):
+    with bounded(BOUND), pytest.raises(ChannelClosedError, match="temporarily unavailable"):
         for _ in range(100):
-            held.append(connect(listener.address, 0.2, WAIT))
+            held.append(connect(listener.address, BOUND))
     assert len(held) > 1

@@ -13,7 +13,7 @@ from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.load_map import Box, LoadMap, Move, StateTensor, Storage
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, Plan, View
-from verl_sync_plugin.transport.agreement import Agreement, Alone
+from verl_sync_plugin.transport.agreement import Agreement, Ranks
 from verl_sync_plugin.transport.protocol import Committed
 from verl_sync_plugin.verify import DERIVED, Cadence, Comparison
 
@@ -41,9 +41,7 @@ def with_one_more(buffer: bool, name: str = "model.normalizer") -> LoadMap:
 def learned(
     found: LoadMap | None, restores: bool = True, loaded: bool = False, plan: Plan = PLAN, **config: Any
 ) -> Comparison:
-    ranks = Alone()
-    ranks.trainers = (0,)
-    comparison = Comparison(SyncConfig(**config), Agreement(10.0, ranks=ranks), (0,), restores)
+    comparison = Comparison(SyncConfig(**config), Agreement(10.0, ranks=Ranks(0, (0,), (0,))), (0,), restores)
     comparison.note(found)
     comparison.learn(plan, loaded)
     return comparison

@@ -41,7 +41,7 @@ from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.membership import Membership
 from verl_sync_plugin.sync.separate import SeparateRollout, manager_of
 from verl_sync_plugin.trainers.base import ShardStream, refuse_plain_stream, take_over, trainer_device
-from verl_sync_plugin.transport.agreement import TrainerWorld
+from verl_sync_plugin.transport.agreement import Ranks
 
 
 class SyncAdapter:
@@ -219,7 +219,7 @@ class SyncAdapter:
         megabytes = check_bucket_megabytes(None, config.checkpoint_engine.update_weights_bucket_megabytes)
         endpoint = RolloutEndpoint(
             self.rollout,
-            calls_of(self.server_actor, TrainerWorld.after_loss) if mesh.get_local_rank() == 0 else None,
+            calls_of(self.server_actor, Ranks.after_loss) if mesh.get_local_rank() == 0 else None,
             tuple(mesh.mesh.tolist()),
             self.real_weights,
             self._sync.timeout_seconds,

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.errors import RankLostError, SyncError
-from verl_sync_plugin.transport.agreement import Alone, Ranks
+from verl_sync_plugin.transport.agreement import ALONE, Ranks
 from verl_sync_plugin.transport.joint import JointRanks
 from verl_sync_plugin.transport.protocol import together_seconds
 
@@ -125,7 +125,7 @@ class Membership:
         self._name = ""
         self._keys: tuple[str, ...] = ()  # of all in the group, by rank
         self.ranks: JointRanks | None = None
-        self.own: Ranks = Alone()
+        self.own: Ranks = ALONE
         self.engine_ranks: tuple[int, ...] = ()
 
     def describe(self) -> Member:
@@ -199,7 +199,7 @@ class Membership:
         if self.ranks is not None:
             self.ranks.close()
         self.own.close()
-        self.ranks, self.own, self._name = None, Alone(), ""
+        self.ranks, self.own, self._name = None, ALONE, ""
 
 
 def _device_name(device: torch.device) -> str:

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.copies.packing import Found, Packer

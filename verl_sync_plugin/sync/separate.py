@@ -21,7 +21,7 @@ from verl_sync_plugin.sync.lora import Factors
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.ways import ranks_of
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
-from verl_sync_plugin.transport.agreement import Agreement, Alone, Ranks
+from verl_sync_plugin.transport.agreement import ALONE, Agreement, Ranks
 from verl_sync_plugin.transport.joint import JointRanks
 
 M = TypeVar("M", "SeparateTrainer", "SeparateRollout")
@@ -127,7 +127,7 @@ class SeparateRollout(SeparateManager):
     """
 
     def __init__(self, ranks: JointRanks, endpoint: RolloutEndpoint, config: SyncConfig, device: torch.device) -> None:
-        super().__init__(ranks, Alone(), None, endpoint, config, 0, device)
+        super().__init__(ranks, ALONE, None, endpoint, config, 0, device)
         self.source = _NoTrainer()
 
     def take_over(self, before: SeparateRollout) -> None:

@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import secrets
 import time
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,79 +44,95 @@ def take_part(work: dist.Work, device: torch.device, seconds: float) -> None:
         work.wait(timedelta(seconds=seconds))
 
 
-class Ranks(ABC):
-    """A group of processes with a collective of their own on the CPU; calls are collective, in the same order on all.
+class Ranks:
+    """A group of processes that exchange words by gloo on the CPU; calls are collective, in the same order on all.
 
     Every call raises RuntimeError when a member is dead or silent for longer than the group's bound.
 
-    Attributes:
+    Args:
         rank: this process's place.
-        size: how many there are.
         trainers: those that hold parameters of the trainer.
         rollouts: those paired with an engine rank.
+        store: where they find each other, if there are several; used by these ranks alone.
+        seconds: bound on every call.
+
+    Attributes:
+        size: how many there are.
         after_loss: for messages: what a user does once a member is lost.
+
+    Raises:
+        RuntimeError: a member did not come within the bound.
     """
 
-    rank: int
-    size: int
-    trainers: tuple[int, ...]
-    rollouts: tuple[int, ...]
-    after_loss: ClassVar[str]
+    after_loss: ClassVar[str] = "the run cannot sync any more, restart it"
 
-    @abstractmethod
+    _kept: Any = None
+
+    def __init__(
+        self, rank: int, trainers: Sequence[int], rollouts: Sequence[int], store: Any = None, seconds: float = 0.0
+    ) -> None:
+        self.rank, self.trainers, self.rollouts = rank, tuple(trainers), tuple(rollouts)
+        self.size, self._bound = len({*trainers, *rollouts}), timedelta(seconds=seconds)
+        if self.size > 1:  # gloo takes 60 us for one rank, and a sync has a round per bucket
+            self._kept = dist.ProcessGroupGloo(dist.PrefixStore("words", store), rank, self.size, self._bound)
+
+    def _words(self) -> Any:
+        if self._kept is None:
+            raise RuntimeError("this rank has left the group")
+        return self._kept
+
     def add_up(self, values: torch.Tensor) -> None:
         """Adds up int tensors of one shape, on the CPU, in place."""
+        if self.size > 1:
+            self._words().allreduce([values]).wait(self._bound)
 
-    @abstractmethod
     def gather(self, value: T) -> list[T]:
         """Every rank's value (picklable), in rank order."""
+        if self.size == 1:
+            return [value]
+        mine = _packed(value)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._words().allgather([sizes], [torch.tensor([mine.numel()])]).wait(self._bound)
+        longest = int(max(size.item() for size in sizes))
+        everywhere = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        padded = torch.nn.functional.pad(mine, (0, longest - mine.numel()))
+        self._words().allgather([everywhere], [padded]).wait(self._bound)
+        return [_unpacked(each[: int(size.item())]) for each, size in zip(everywhere, sizes, strict=True)]
 
     def share(self, value: T) -> T:
         """Rank 0's value (picklable), on all ranks."""
-        return self.gather(value)[0]
+        if self.size == 1:
+            return value
+        mine = _packed(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([mine.numel()])
+        self._words().broadcast(size, 0).wait(self._bound)
+        if self.rank:
+            mine = torch.empty(int(size.item()), dtype=torch.uint8)
+        self._words().broadcast(mine, 0).wait(self._bound)
+        return value if self.rank == 0 else _unpacked(mine)
 
-    def close(self) -> None:  # noqa: B027  (a group of the whole process stays)
-        """Ends what this group alone has, whatever state its members are in; not collective."""
+    def close(self) -> None:
+        """Ends the group, whatever state its members are in; not collective.
+
+        With the last reference to it its connections close, which is how members that wait for this one hear of it.
+        """
+        if self._kept is not None:
+            self._kept.abort()
+        self._kept = None
 
 
-class TrainerWorld(Ranks):
+ALONE = Ranks(0, (), (0,))  # one process that waits for nobody
+
+
+def trainer_world(seconds: float) -> Ranks:
     """All processes of the trainer, each of which is paired with an engine rank: trainer and rollout share their GPUs.
 
     Collective: makes a gloo group of its own, so that it neither waits for nor blocks the payload's group.
     """
-
-    after_loss = "the run cannot sync any more, restart it"
-
-    def __init__(self, timeout_seconds: float) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.trainers = self.rollouts = tuple(range(self.size))
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-
-    def add_up(self, values: torch.Tensor) -> None:
-        if self.size > 1:  # gloo takes 60 us for one rank, and a sync has a round per bucket
-            dist.all_reduce(values, group=self._group)
-
-    def gather(self, value: T) -> list[T]:
-        values = [value] * self.size
-        if self.size > 1:
-            dist.all_gather_object(values, value, group=self._group)
-        return values
-
-
-class Alone(Ranks):
-    """One process that waits for nobody."""
-
-    after_loss = ""
-
-    def __init__(self) -> None:
-        self.rank, self.size = 0, 1
-        self.trainers, self.rollouts = (), (0,)
-
-    def add_up(self, values: torch.Tensor) -> None:
-        pass
-
-    def gather(self, value: T) -> list[T]:
-        return [value]
+    rank, everyone = dist.get_rank(), range(dist.get_world_size())
+    store = dist.distributed_c10d._get_default_store()
+    number = store.add(f"verl-sync/{rank}", 1)  # of this group, on every rank
+    return Ranks(rank, everyone, everyone, dist.PrefixStore(f"verl-sync/{number}", store), seconds)
 
 
 class Agreement:
@@ -136,7 +152,7 @@ class Agreement:
         of the trainer when not given), and wait for each other as ``together_seconds`` says."""
         self._timeout_seconds = together_seconds(timeout_seconds)
         self._lost = ""
-        self.ranks = ranks or TrainerWorld(self._timeout_seconds)
+        self.ranks = ranks or trainer_world(self._timeout_seconds)
         self._error: Exception | None = None
         self._cancelled: asyncio.CancelledError | None = None
         self.name = self.share("making the agreement", secrets.token_hex(8))
@@ -269,3 +285,11 @@ class Agreement:
         if len(set(values)) > 1:
             held = "; ".join(f"rank {rank}: {held}" for rank, held in enumerate(values))
             raise SyncError(f"weight sync: the ranks disagree on {what}: {held}")
+
+
+def _packed(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _unpacked(packed: torch.Tensor) -> Any:
+    return pickle.loads(packed.numpy().tobytes())

@@ -8,13 +8,12 @@ in a group of their own, so that no word waits for them.
 from __future__ import annotations
 
 import os
-import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,6 @@ import torch.distributed as dist
 from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.transport.agreement import Ranks
 
-T = TypeVar("T")
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
@@ -32,17 +30,13 @@ class JointRanks(Ranks):
     Collective over all of them: makes the groups.
 
     Args:
-        store: where they find each other; used by these ranks alone.
-        rank: this process's place.
+        store, rank: as in ``Ranks``.
         trainers: how many ranks of the trainer there are.
         rollouts: how many rollout ranks; 0 for the trainer's ranks alone.
         timeout_seconds: bound on every call.
         device: where this process computes.
         connect_seconds: bound on NCCL's connecting of ranks, which come to that together; ``timeout_seconds`` if it is
             not given.
-
-    Raises:
-        RuntimeError: a member did not come within the bound.
     """
 
     after_loss = "the next sync makes a new group of who is there then"
@@ -57,11 +51,8 @@ class JointRanks(Ranks):
         device: torch.device,
         connect_seconds: float | None = None,
     ) -> None:
-        self.rank, self.size = rank, trainers + rollouts
-        self.trainers, self.rollouts = tuple(range(trainers)), tuple(range(trainers, self.size))
-        self._bound = timedelta(seconds=timeout_seconds)
+        super().__init__(rank, range(trainers), range(trainers, trainers + rollouts), store, timeout_seconds)
         self._connect_seconds = connect_seconds or timeout_seconds
-        self._kept: Any = dist.ProcessGroupGloo(dist.PrefixStore("words", store), rank, self.size, self._bound)
         self._bytes: Any = None
         self._met = False
         if rollouts and device.type == "cuda":
@@ -71,34 +62,6 @@ class JointRanks(Ranks):
             self._bytes = _nccl(dist.PrefixStore("bytes", own), rank, self.size, timeout_seconds)
         elif rollouts:
             self._bytes = dist.ProcessGroupGloo(dist.PrefixStore("bytes", store), rank, self.size, self._bound)
-
-    def _words(self) -> Any:
-        if self._kept is None:
-            raise RuntimeError("this rank has left the group")
-        return self._kept
-
-    def add_up(self, values: torch.Tensor) -> None:
-        self._words().allreduce([values]).wait(self._bound)
-
-    def gather(self, value: T) -> list[T]:
-        mine = _packed(value)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._words().allgather([sizes], [torch.tensor([mine.numel()])]).wait(self._bound)
-        longest = int(max(size.item() for size in sizes))
-        everywhere = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        padded = torch.nn.functional.pad(mine, (0, longest - mine.numel()))
-        self._words().allgather([everywhere], [padded]).wait(self._bound)
-        return [_unpacked(each[: int(size.item())]) for each, size in zip(everywhere, sizes, strict=True)]
-
-    def share(self, value: T) -> T:
-        """Rank 0's value (picklable), on all ranks."""
-        mine = _packed(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
-        size = torch.tensor([mine.numel()])
-        self._words().broadcast(size, 0).wait(self._bound)
-        if self.rank:
-            mine = torch.empty(int(size.item()), dtype=torch.uint8)
-        self._words().broadcast(mine, 0).wait(self._bound)
-        return value if self.rank == 0 else _unpacked(mine)
 
     def broadcast(self, memory: torch.Tensor, root: int) -> dist.Work:
         """Starts to bring bytes of one rank into the same memory of all others; on a GPU after what the current stream
@@ -120,14 +83,8 @@ class JointRanks(Ranks):
             self._met = True
 
     def close(self) -> None:
-        """Ends the groups, whatever state their members are in; not collective.
-
-        With the last reference to them their connections close, which is how members that wait for this one hear of it.
-        """
         self.end_bytes()
-        if self._kept is not None:
-            self._kept.abort()
-        self._kept = None
+        super().close()
 
     def end_bytes(self) -> None:
         """Ends the group for bytes alone, with every transfer that is under way in it; not collective."""
@@ -193,11 +150,3 @@ def bounded(connect: Callable[[], None], device: torch.device, seconds: float, l
             f"NCCL did not connect this rank with the others within {KEY_PREFIX}.timeout_seconds={seconds:g}; look for "
             "a rank that died, or see by NCCL_DEBUG=INFO which network it takes"
         ) from None
-
-
-def _packed(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-
-
-def _unpacked(packed: torch.Tensor) -> Any:
-    return pickle.loads(packed.numpy().tobytes())

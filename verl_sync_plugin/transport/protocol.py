@@ -28,6 +28,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from verl_sync_plugin.layout.load_map import LoadMap
 from verl_sync_plugin.layout.tensors import Entry, Plan
 from verl_sync_plugin.transport.memory import Live, StagingExport
@@ -80,8 +82,7 @@ class LoadRequest:
         return cls(*header[2:])
 
 
-@dataclass(frozen=True)
-class Hello:
+class Hello(msgspec.Struct, frozen=True, tag=True):
     """Opens a sync.
 
     Attributes:
@@ -111,8 +112,7 @@ class Hello:
     lives: tuple[Live, ...] = ()
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(msgspec.Struct, frozen=True, tag=True):
     """Answers ``Hello``, and what it has the engine rank find out.
 
     Attributes:
@@ -152,21 +152,18 @@ class Manifest:
         )
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(msgspec.Struct, frozen=True, tag=True):
     bucket: int
     slot: int
 
 
-@dataclass(frozen=True)
-class Loaded:
+class Loaded(msgspec.Struct, frozen=True, tag=True):
     bucket: int
     seconds: float
     started: float  # by ``time.perf_counter``, the clock of the host that both processes are on
 
 
-@dataclass(frozen=True)
-class Commit:
+class Commit(msgspec.Struct, frozen=True, tag=True):
     """Ends the sync. ``unmap``: let go of all staging memory, which the trainer gives back."""
 
     unmap: bool = False
@@ -186,8 +183,7 @@ class Held:
     changed: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Committed:
+class Committed(msgspec.Struct, frozen=True, tag=True):
     """Reports what the engine rank did.
 
     Attributes:
@@ -209,8 +205,10 @@ class Committed:
     map: LoadMap | None = None
 
 
-@dataclass(frozen=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True, tag=True):
     """The receiver could not go on; ``text`` says why."""
 
     text: str
+
+
+MESSAGES = Hello | Ready | Load | Loaded | Commit | Committed | Failed

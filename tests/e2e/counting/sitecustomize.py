@@ -62,7 +62,7 @@ def _in_a_pool(honest: Any, item: Any, args: Any, more: Any) -> Any:
 
 
 def _collective(honest: Any, group: Any, args: Any, more: Any) -> Any:
-    """One of torch.distributed, of any group; those that it makes itself are not counted."""
+    """One of torch.distributed or of our ranks, of any group; those that it makes itself are not counted."""
     if not _noted.on or getattr(_noted.inside, "one", False):
         return honest(*args, **more)
     _noted.rounds.append(honest.__name__)
@@ -93,6 +93,8 @@ def _in_the_trainer(workers: ModuleType) -> None:
 
     for name in COLLECTIVES:
         wrap_function_wrapper(dist, name, _collective)
+    for name in ("add_up", "gather", "share"):
+        wrap_function_wrapper("verl_sync_plugin.transport.agreement", f"Ranks.{name}", _collective)
     wrap_function_wrapper(workers, "ActorRolloutRefWorker.__init__", build)
 
 

@@ -36,7 +36,6 @@ from verl_sync_plugin.transport.channel import (
 )
 from verl_sync_plugin.transport.protocol import Failed, LoadRequest
 
-CONNECT_TIMEOUT_SECONDS = 10.0
 NamedTensors = list[tuple[Any, torch.Tensor]]  # one pair: a request as ``pack_request`` made it, and an empty tensor
 
 _sessions: dict[int, ReceiverSession] = {}
@@ -57,7 +56,7 @@ def load(model: torch.nn.Module, named_tensors: NamedTensors, forget: bool = Fal
     try:
         request = LoadRequest.from_wire(header)
         address = request.addresses[tensor_parallel_rank()]
-        channel = connect(address, CONNECT_TIMEOUT_SECONDS, request.timeout_seconds)
+        channel = connect(address, request.timeout_seconds)
     except Exception:
         say(f"engine rank {tensor_parallel_rank()} could not reach its trainer rank\n{traceback.format_exc()}")
         return
