@@ -5,13 +5,11 @@ parameters travel. Imports none of verl's engines: each of the plugin's is impor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -243,31 +241,11 @@ class ShardExport:
         return ShardStream(self, lambda: stock(*args, **kwargs)[0]), None
 
 
-def refuse_plain_stream() -> None:
-    """Raises RegistryConflictError where verl's registry holds somebody else's engine for one of our strategies, else
-    ValueError: the trainer's strategy is another."""
-    from verl.workers.engine.base import EngineRegistry
-
-    engines = defaultdict(list)
-    for strategy in TRAINERS:
-        with suppress(AssertionError, ValueError):  # not installed, or not for this device
-            engine: type = EngineRegistry.get_engine_cls("language_model", strategy)
-            if not any(base.__module__.startswith("verl_sync_plugin.") for base in engine.__mro__):
-                engines[engine].append(strategy)
-    for engine, strategies in engines.items():
-        cause = (
-            "where verl-sync-plugin needs its own: another plugin has taken the key. Uninstall one of the two plugins"
-        )
-        if engine.__module__.startswith("verl."):
-            cause = (
-                f"verl's own: verl-sync-plugin registers its engines for the vendors {' and '.join(VENDORS)}. "
-                f"Set VERL_ENGINE_VENDOR={VENDORS[0]} in the environment of every node"
-            )
-        raise RegistryConflictError(
-            f"verl's training engine for {', '.join(strategies)} is {engine.__module__}.{engine.__qualname__} here, "
-            f"{cause}, or {TURN_OFF}."
-        )
-    raise ValueError(
-        "the training engine exports a plain weight stream: no sharding manager knows it "
-        f"(actor_rollout_ref.actor.strategy other than {', '.join(TRAINERS)}). Use one of these, or {TURN_OFF}."
+def refuse_plain_stream() -> NoReturn:
+    """Raises RegistryConflictError: verl's registry gave this process an engine that is not the plugin's."""
+    raise RegistryConflictError(
+        "the training engine exports a plain weight stream, so it is not verl-sync-plugin's. Either another plugin has "
+        "taken its key in verl's registry (verl-sync doctor names it): uninstall one of the two. Or VERL_ENGINE_VENDOR "
+        f"is none of {', '.join(VENDORS)}: set it to {VENDORS[0]} in the environment of every node. Or "
+        f"actor_rollout_ref.actor.strategy is none of {', '.join(TRAINERS)}: use one of these. Else {TURN_OFF}."
     )
