@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY, get_rollout_class
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
@@ -63,38 +62,10 @@ def test_what_is_no_manager_or_not_there_is_refused() -> None:
         object.__new__(Mine).open_source()
 
 
-class StrangeEngine(FSDPEngineWithLMHead):
-    """Another plugin's."""
-
-
-MINE, OTHER = f"{__name__}.StrangeEngine here", {"VERL_ENGINE_VENDOR": "other"}
-TAKEN = "where verl-sync-plugin needs its own: another plugin has taken the key. Uninstall one"
-VERLS = "verl.workers.engine.fsdp.transformer_impl.FSDPEngineWithLMHead here, verl's own: "
-
-
-@pytest.mark.parametrize(
-    ("taken", "vendor", "environment", "said"),
-    [
-        (("fsdp2",), "nvidia", {}, ("fsdp2 is", MINE, TAKEN)),
-        (("fsdp", "fsdp2"), "other", OTHER, ("fsdp, fsdp2 is", MINE, TAKEN)),
-        ((), "", OTHER, ("fsdp, fsdp2 is", VERLS, "Set VERL_ENGINE_VENDOR=nvidia")),
-        ((), "", {}, ("exports a plain weight stream", "actor.strategy other than fsdp, fsdp2, megatron")),
-    ],
-    ids=["taken", "more specific", "other vendor", "other strategy"],
-)
-def test_an_engine_that_is_not_ours_is_named_in_the_first_sync(
-    taken: tuple[str, ...], vendor: str, environment: dict[str, str], said: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    for strategy in taken:
-        monkeypatch.setitem(EngineRegistry._engines["language_model"][strategy], ("cuda", vendor), StrangeEngine)
-    for key, value in environment.items():
-        monkeypatch.setenv(key, value)
+def test_an_engine_that_is_not_ours_is_refused_in_the_first_sync() -> None:
     adapter: Any = get_rollout_class("sglang")
-    with pytest.raises(RegistryConflictError if taken or environment else ValueError) as caught:
+    with pytest.raises(RegistryConflictError, match=r"another plugin .* VERL_ENGINE_VENDOR .*\.strategy "):
         asyncio.run(adapter.update_weights(SimpleNamespace(_separate=None), iter([]), global_steps=1))
-    text = str(caught.value)
-    assert all(each in text for each in (*said, "custom.sync.enabled=False")), text
 
 
 def test_a_missing_engine_is_named_where_verl_asks_for_its_replica(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from verl.checkpoint_engine.base import CheckpointEngineManager
 
+from verl_sync_plugin.errors import RegistryConflictError
 from verl_sync_plugin.hooks.separate import OutlivingManager, SyncCheckpointEngine
 
 
@@ -51,7 +52,7 @@ def test_the_others_hear_of_a_stream_that_is_not_the_plugins() -> None:
     sender.prepare()
     member: Any = sender._membership
     member.ranks = SimpleNamespace(close=lambda: closed.append(True))
-    with pytest.raises(ValueError, match="plain weight stream"):
+    with pytest.raises(RegistryConflictError, match="plain weight stream"):
         asyncio.run(sender.send_weights(iter(()), 7))
     assert closed and member.ranks is None
 

@@ -5,13 +5,11 @@ parameters travel. Imports none of verl's engines: each of the plugin's is impor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -238,15 +236,6 @@ class ShardExport:
         return ShardStream(self, lambda: stock(*args, **kwargs)[0]), None
 
 
-def refuse_plain_stream() -> None:
-    """Raises as ``refuse_other_engines``, else ValueError: the trainer's strategy is another."""
-    refuse_other_engines()
-    raise ValueError(
-        "the training engine exports a plain weight stream: no sharding manager knows it "
-        f"(actor_rollout_ref.actor.strategy other than {', '.join(TRAINERS)}). Use one of these, or {TURN_OFF}."
-    )
-
-
 def refuse_other_engines() -> None:
     """Raises RegistryConflictError where verl's registry holds somebody else's engine for one of our strategies."""
     from verl.workers.engine.base import EngineRegistry
@@ -270,3 +259,13 @@ def refuse_other_engines() -> None:
             f"verl's training engine for {', '.join(strategies)} is {engine.__module__}.{engine.__qualname__} here, "
             f"{cause}, or {TURN_OFF}."
         )
+
+
+def refuse_plain_stream() -> NoReturn:
+    """Raises RegistryConflictError: verl's registry gave this process an engine that is not the plugin's."""
+    raise RegistryConflictError(
+        "the training engine exports a plain weight stream, so it is not verl-sync-plugin's. Either another plugin has "
+        "taken its key in verl's registry (verl-sync doctor names it): uninstall one of the two. Or VERL_ENGINE_VENDOR "
+        f"is none of {', '.join(VENDORS)}: set it to {VENDORS[0]} in the environment of every node. Or "
+        f"actor_rollout_ref.actor.strategy is none of {', '.join(TRAINERS)}: use one of these. Else {TURN_OFF}."
+    )

@@ -41,14 +41,11 @@ class StateDictSource(ParameterSource):
         self._given = given
         self._naming = naming
         self._parameters = parameters
-        self._groups: list[list[str]] = []
         self._known: dict[str, _Known] = {}
 
     def shards(self) -> list[Shard]:
         state = self._given()
-        if not _tied_alike(state, self._groups):
-            self._groups = _tied(state)
-        return [self._shard(names, state[names[0]]) for names in self._groups]
+        return [self._shard(names, state[names[0]]) for names in _tied(state)]
 
     def _shard(self, names: list[str], tensor: torch.Tensor) -> Shard:
         held = _local(tensor)
@@ -113,16 +110,6 @@ def _tied(state: State) -> list[list[str]]:
     return list(groups.values())
 
 
-def _tied_alike(state: State, groups: list[list[str]]) -> bool:
-    """True if ``_tied`` would surely group the same names; quicker than asking each tensor for its storage."""
-    if {name for names in groups for name in names} != state.keys():
-        return False
-    if any(state[name] is not state[names[0]] for names in groups if len(names) > 1 for name in names):
-        return False
-    places = [place for names in groups if (place := _local(state[names[0]]).data_ptr())]  # 0: an empty one
-    return len(set(places)) == len(places)
-
-
 class _Module:
     """The tensors of a module by the names of its state dict, which is asked once: with hundreds of modules that costs
     more than moving the weights."""
@@ -143,7 +130,7 @@ class _Module:
             if _sharded(state) == self._sharded:
                 return state
         # A forward pass that raised leaves the root gathered, and only the hook of state_dict() gets past that
-        named: State = self._rename(dict(self._module.state_dict()))
+        named: State = self._rename(dict(self._module.state_dict(keep_vars=True)))
         if not self._slots:
             self._find_slots(named)
         return named
@@ -152,15 +139,13 @@ class _Module:
         """Finds where modules keep the tensors; finds none when a hook made any, and then the state dict is asked every
         time."""
         places = {
-            identity(tensor): (place, attribute)
+            id(tensor): (place, attribute)
             for module in self._module.modules()
             for place in (module._parameters, module._buffers)
             for attribute, tensor in place.items()
-            if tensor is not None
         }
-        found = {name: places.get(identity(tensor)) for name, tensor in state.items()}
-        if None not in found.values():
-            self._slots = {name: slot for name, slot in found.items() if slot is not None}
+        if places.keys() >= set(map(id, state.values())):
+            self._slots = {name: places[id(tensor)] for name, tensor in state.items()}
             self._sharded = _sharded(state)
 
 
