@@ -128,19 +128,13 @@ def _check_adapter(answer: Any) -> None:
 
 async def set_weight_version(tokenizer_manager: Any, version: str) -> None:
     """Makes SGLang report ``version`` for its weights, as its own weight updates do."""
-    if counts_versions(tokenizer_manager):
+    if hasattr(tokenizer_manager, "update_weight_version"):  # since 0.5.19, which tells each scheduler of it
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
         request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
         await tokenizer_manager.update_weight_version(request)
     else:
         tokenizer_manager._update_weight_version_if_provided(version)
-
-
-def counts_versions(tokenizer_manager: Any) -> bool:
-    """True if SGLang itself says which tokens of an answer are of which weights (``weight_versions``): its schedulers
-    do so since 0.5.19, if they get every version."""
-    return hasattr(tokenizer_manager, "update_weight_version")
 
 
 def argument(tokenizer_manager: Any, name: str) -> Any:

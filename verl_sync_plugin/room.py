@@ -10,7 +10,7 @@ of it goes; handing back a part made no training step faster. Why that is safe:
   during which the cache always goes; what else was allocated meanwhile only makes it larger. What was freed meanwhile
   makes it smaller, so the most of several syncs and of all ranks counts: all engines of a run are alike.
 - The reserve is for what the engine allocates outside of its saver, above all activations: 1/``RESERVE_SHARE`` of the
-  device, and never less than the engine's own estimate (``Estimate``). An engine that says how much it really took
+  device, which covers SGLang's own estimate for its defaults. An engine that says how much it really took
   (``engine/session.py``) gets twice the most of all syncs and a gigabyte, and never less than 1/``LEAST_SHARE`` of the
   device. Its prefill chunk bounds that, and the first rollouts usually fill one; the reserve grows with what it takes.
 - The trainer's own allocator frees its cache by itself before it gives up.
@@ -30,7 +30,7 @@ import torch
 from verl_sync_plugin.report import SyncReport
 
 LEARNING_SYNCS = 2
-RESERVE_SHARE = 8
+RESERVE_SHARE = 5
 LEAST_SHARE = 32
 MEASURED_TIMES, MEASURED_BESIDE = 2, 1 << 30
 
@@ -39,8 +39,6 @@ FIRST = ("asleep", "weights")
 REST = ("room", "awake")
 
 Growth = dict[tuple[str, str], int]
-# What an engine says that generating takes on top of what it resumes, in bytes, on a device of so many bytes
-Estimate = Callable[[int], int]
 
 
 @dataclass(frozen=True)
@@ -76,10 +74,10 @@ def growth(used: Mapping[str, int]) -> Growth:
 
 class Room:
     """One rank's knowledge of what its engine needs, and the decision whether to hand cached memory back. ``read``
-    reads the device; ``estimate``: the engine's own, of what generating takes; ``always``: decide like stock verl."""
+    reads the device; ``always``: decide like stock verl."""
 
-    def __init__(self, read: Callable[[], DeviceMemory | None], estimate: Estimate, always: bool = False) -> None:
-        self._read, self._estimate, self._always = read, estimate, always
+    def __init__(self, read: Callable[[], DeviceMemory | None], always: bool = False) -> None:
+        self._read, self._always = read, always
         self._most: Growth = {}
         self._syncs = self._activations = 0
 
@@ -106,10 +104,9 @@ class Room:
         memory, grown = self._read(), self._most.get(resume, 0)
         if self._always or self.learning or memory is None or grown < 0:  # below 0 somebody else freed more
             return release()
-        reserve = max(memory.total // RESERVE_SHARE, self._estimate(memory.total))
+        reserve = memory.total // RESERVE_SHARE
         if self._activations:
-            known = MEASURED_TIMES * self._activations + MEASURED_BESIDE
-            reserve = min(reserve, max(memory.total // LEAST_SHARE, known))
+            reserve = max(memory.total // LEAST_SHARE, MEASURED_TIMES * self._activations + MEASURED_BESIDE)
         short = grown + more + reserve > memory.free
         return release() if short and memory.cached > 0 else None
 

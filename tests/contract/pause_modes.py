@@ -144,7 +144,7 @@ class Run:
 
     def __init__(self, server: Any, client: httpx.AsyncClient) -> None:
         self.server, self.client, self.paced = server, client, 0
-        self.versions: tuple[list[str] | None, str] | None = None  # of the request that sets the pace: its versions
+        self.version = ""  # of the last token of the request that sets the pace
 
     async def ask(self, prompt: list[int], tokens: int = TOKENS) -> Any:
         sampling = sampled(tokens)
@@ -166,10 +166,7 @@ class Run:
         async with aclosing(self.server.tokenizer_manager.generate_request(request, None)) as answers:
             async for answer in answers:
                 meta = answer["meta_info"]
-                self.paced, versions = meta["completion_tokens"], meta.get("weight_versions")
-                # SGLang >= 0.5.19 says itself which tokens are of which
-                counted = versions and [each["version"] if isinstance(each, dict) else each for each in versions]
-                self.versions = counted, meta["weight_version"]
+                self.paced, self.version = meta["completion_tokens"], meta["weight_version"]
 
     async def stand_still(self, asked: Sequence[asyncio.Task[Any]]) -> None:
         """Nothing is generated for a while."""
@@ -236,8 +233,7 @@ async def check_answers(run: Run, models: Models, pause: str, asked: list[asynci
             check_cut_off(models, prompt, output)
         else:
             check_spanning(models, prompt, output, pause)
-    spans = (["1", "2"], "2")  # as over HTTP: a response that spans a sync says so
-    assert run.versions == ((None, "1") if pause == "abort" else spans)
+    assert run.version == ("1" if pause == "abort" else "2")  # as over HTTP
     await check_new(models, pause, run.ask(PROMPTS[0], 20))
 
 
@@ -274,7 +270,7 @@ def test_requests_go_on_with_new_weights_or_come_back_as_they_are(pause: str, pl
         await check_answers(run, models, pause, asked)
         await check_new(models, pause, new)
         await run.pace()
-        assert run.versions == ((None if pause == "abort" else ["2"]), "2")
+        assert run.version == "2"
 
     play(pause, story)
 
@@ -309,7 +305,7 @@ def test_a_load_pauses_by_itself(pause: str, play: Play, engine: BareEngine, mod
         await run.stand_still([over_http, *inside])
         await run.server.finish_sync([])
         await over_http
-        assert other.versions == ((None if pause == "abort" else ["2"]), "2")
+        assert other.version == "2"
         await check_answers(run, models, pause, asked)
 
     play(pause, story)

@@ -19,8 +19,6 @@ from verl_sync_plugin.config.settings import SyncConfig
 if TYPE_CHECKING:
     import torch
 
-    from verl_sync_plugin.room import Estimate
-
 LOCAL = "sglang"  # the engine of scripts, see ``spmd.py``
 ROLLOUTS = {"sglang": "verl_sync_plugin.rollouts.sglang"}  # modules by verl's ``rollout.name``
 
@@ -93,9 +91,6 @@ class Rollout(Protocol):
     ) -> tuple[tuple[Any, ...], int]:
         """An adapter to be served (its factors by name, on the host) as arguments of the server's ``load_adapter``, and
         the bytes that travel; refuses what it cannot serve."""
-
-    def generating_bytes(self, config: Any) -> Estimate:
-        """The engine's own estimate of what generating takes on top of weights and KV cache."""
 
     def prepare_local(self, spec: LocalSpec) -> LocalLaunch:
         """For ``spmd.py``."""

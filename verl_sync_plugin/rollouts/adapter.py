@@ -88,7 +88,7 @@ class SyncAdapter:
         self._stages = ([WEIGHTS], [KV_CACHE]) if staged else ([WEIGHTS, KV_CACHE], [])
         self._wake_tags: list[str] = []
         always = bool(section(config, "custom", f"{PREFIX}.custom").get(SHARES_GPU, False))
-        self._room = Room(lambda: read_device(trainer_device()), self.rollout.generating_bytes(config), always)
+        self._room = Room(lambda: read_device(trainer_device()), always)
         self._early: Exception | None = None
         self._around = SyncReport()  # what precedes the manager's report of the sync under way
 

@@ -51,20 +51,12 @@ if TYPE_CHECKING:
 
     from verl_sync_plugin.rollouts import Rollout
     from verl_sync_plugin.rollouts import sglang as this
-    from verl_sync_plugin.room import Estimate
-
 ENGINE = "SGLang"
 ADAPTER = "verl_sync_plugin.rollouts.sglang.adapter.SyncServerAdapter"
 STOCK_ADAPTER = "verl.workers.rollout.sglang_rollout.sglang_rollout.ServerAdapter"
 STOCK_LOADER = "_load_sglang"
 LOADER = "verl_sync_plugin.rollouts.sglang.loader"
 DIGEST_LOADER = f"{LOADER}.write_digests"
-
-# What generating takes on top of the static memory, per token of a prefill chunk, and besides
-# (``ServerArgs._handle_gpu_memory_settings`` of SGLang 0.5.12, as for the defaults below)
-CHUNK_TOKEN_BYTES, OTHER_BYTES = 1536 * 1024, 1 << 30
-# The default size of a chunk in tokens, by the device's memory in GiB that it is below
-DEFAULT_CHUNKS, LARGEST_CHUNK = ((35, 2048), (60, 4096), (160, 8192)), 16384
 
 ON_GPU: Mapping[str, Any] = {
     "enable_memory_saver": True,
@@ -117,19 +109,6 @@ def pack_adapter(settings: Mapping[str, Any], factors: dict[str, torch.Tensor]) 
     refuse_experts(factors)
     packed = dumps(factors)  # by value: a shared handle would be opened by every rank, and counted once
     return (served_settings(settings, factors), packed, summary(factors)), len(packed)
-
-
-def generating_bytes(config: Any) -> Estimate:
-    """SGLang's own estimate for a prefill of one chunk."""
-    given = engine_arguments(config).get("chunked_prefill_size", None)
-
-    def estimate(total: int) -> int:
-        chunk = given
-        if chunk is None:
-            chunk = next((tokens for below, tokens in DEFAULT_CHUNKS if total < below << 30), LARGEST_CHUNK)
-        return (chunk if chunk > 0 else LARGEST_CHUNK) * CHUNK_TOKEN_BYTES + OTHER_BYTES
-
-    return estimate
 
 
 def prepare_local(spec: LocalSpec) -> LocalLaunch:

@@ -47,7 +47,6 @@ from verl_sync_plugin.rollouts.sglang.updates import WeightUpdates, resolved
 from verl_sync_plugin.transport.protocol import together_seconds
 
 UNAVAILABLE = 503
-LONG_SECONDS = 1.0  # a client of HTTP's that has waited for longer may be gone
 # For a step of its own SGLang still counts a request that it has answered as running
 REST_SECONDS, IDLE_SECONDS = 0.2, 20.0
 ABORT_SECONDS, AGAIN_SECONDS, POLL_SECONDS = 1.0, 0.1, 0.002
@@ -137,14 +136,11 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
     # Requests
 
     def guard_requests(self) -> None:
-        """Has every request to the tokenizer manager, from verl and over HTTP, wait until it may be computed.
-
-        Where requests may span a sync and SGLang does not say so, ``weight_versions`` is added to the ``meta_info`` of
-        their answers, whose ``weight_version`` is that of the last token alone. With ``in_place`` they share a cached
-        prefix only if they began with the same weights: SGLang shares among requests of the same ``extra_key``."""
+        """Has every request to the tokenizer manager, from verl and over HTTP, wait until it may be computed. With
+        ``in_place`` they share a cached prefix only if they began with the same weights: SGLang shares among requests
+        of the same ``extra_key``."""
         manager = self.tokenizer_manager
         self._inside, self._ended = 0, -REST_SECONDS  # requests that SGLang has, and when it answered the last one
-        self._spans = self.keeps_requests and not compat.counts_versions(manager)
         self._generate, manager.generate_request = manager.generate_request, self._generate_request
 
     async def _generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
@@ -155,13 +151,8 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
                 prefix, given = f"weights-{self._gate.number}:", obj.extra_key
                 keys = [prefix + (key or "") for key in given] if isinstance(given, list) else prefix + (given or "")
                 obj.extra_key = keys
-            began = compat.argument(self.tokenizer_manager, "weight_version") if self._spans else None
             async with aclosing(self._generate(obj, request)) as answers:
                 async for answer in answers:
-                    for each in answer if isinstance(answer, list) else (answer,):
-                        meta = each.get("meta_info") if isinstance(each, dict) else None
-                        if meta is not None and began is not None:
-                            meta["weight_versions"] = list(dict.fromkeys((began, meta.get("weight_version", began))))
                     yield answer
         finally:
             self._inside -= 1
@@ -170,13 +161,8 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
     async def _enter(self, request: Any) -> None:
         """Hazard: between the end of ``admit`` and SGLang's own call nothing else may run, or a request would come into
         a sync that begins there."""
-        asked = time.monotonic()
         try:
             await self.admit()
-            if request is not None and time.monotonic() - asked > LONG_SECONDS:
-                if await request.is_disconnected():  # SGLang looks for that only once it computes
-                    raise HTTPException(UNAVAILABLE, "the client has gone")
-                await self.admit()
         except HalfWrittenError as error:
             if request is None:
                 raise
