@@ -148,10 +148,6 @@ class TrainerBackend(ABC):
         config = getattr(getattr(self.engine, "model_config", None), "hf_config", None)
         return tuple(getattr(config, "architectures", None) or ())
 
-    def untied_ends(self) -> list[str]:
-        """The layer classes of embedding and head that an adapter makes differ."""
-        return []
-
 
 @dataclass
 class WirePolicy:

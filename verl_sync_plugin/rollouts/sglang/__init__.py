@@ -44,7 +44,6 @@ from verl_sync_plugin.rollouts.sglang.refusals import (  # noqa: F401  (some are
     refuse_keys,
     refuse_quantization,
     refuse_stock,
-    refuse_untied,
 )
 
 if TYPE_CHECKING:
