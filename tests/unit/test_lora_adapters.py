@@ -12,7 +12,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from peft import LoraConfig, PeftType, TaskType, get_peft_model
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from contract.fsdp_models import ModelConfig, merging_source
@@ -102,26 +101,6 @@ def test_any_part_equals_pefts_merge(experts: bool, settings: Any, seed: int, dt
         expected = next(iter(layer.get_base_layer().parameters())).detach()
         assert not torch.equal(expected.reshape(-1), before[name].float())
         torch.testing.assert_close(merged[name].view(expected.shape), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("switch", "value"), [("allow_tf32", True), ("fp32_precision", "tf32")])
-def test_merging_does_without_tf32(switch: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    switches, found = torch.backends.cuda.matmul, set[str]()
-    if not hasattr(switches, switch):
-        pytest.skip("this torch has one switch only")
-
-    class Watching(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if "mm" in func._schema.name:
-                found.add(torch.get_float32_matmul_precision())
-            return func(*args, **(kwargs or {}))
-
-    model = adapted(Model(6, 5, 1))
-    monkeypatch.setattr(switches, switch, value)
-    with Watching():
-        shard = prepared(model)["linear"]
-        shard.merge(shard.local(), 0)
-    assert getattr(switches, switch) == value and found == {"highest"}
 
 
 def test_a_convolution_is_refused_by_name() -> None:

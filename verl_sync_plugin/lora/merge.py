@@ -3,14 +3,14 @@
 
 Every delta is ``scaling * left @ right``, of matrices that PEFT's factors are or hold, so it is one product on the rows
 that a part touches. PEFT rounds ``B @ A``, then its product with ``scaling``, then the sum; here all three are rounded
-once, to fp32, in one launch. The base weight is never written.
+once, to fp32, in one launch. Where the trainer allows TF32, factors are rounded to it first. The base weight is never
+written.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,6 @@ from verl_sync_plugin.lora.peft import Weight
 
 Factors = Mapping[str, torch.Tensor]
 _ALIGNED = 16  # elements; cuBLAS and the copy kernels are slower on addresses that are not multiples of 16 bytes
-_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -36,10 +35,6 @@ class Target:
     @property
     def stop(self) -> int:
         return self.start + self.rows * self.columns
-
-    def overlaps(self, first: int, count: int) -> bool:
-        """True if elements ``[first, first + count)`` of the base hold any of the matrix."""
-        return count > 0 and self.start < first + count and first < self.stop
 
 
 def targets_of(weight: Weight, start: int, shape: tuple[int, ...]) -> list[Target]:
@@ -71,7 +66,7 @@ class Steps:
 
 def steps_of(targets: Sequence[Target], first: int, count: int) -> Steps:
     """The steps for elements ``[first, first + count)`` of the base that holds these matrices."""
-    inside = [target for target in targets if target.overlaps(first, count)]
+    inside = [target for target in targets if max(first, target.start) < min(first + count, target.stop)]
     margin = -(-max((target.columns for target in inside), default=0) // _ALIGNED) * _ALIGNED
     products = []
     for target in inside:
@@ -103,13 +98,12 @@ class Scratch:
                 self._memory = torch.empty(needed, dtype=torch.float32, device=self._device)
         merged = self._view(steps.margin, run.numel())
         merged.copy_(run)
-        with full_precision():
-            for product in steps.products:
-                left, right = product.target.weight.product(factors, product.target.number)
-                if product.end - product.begin < product.target.rows:
-                    left = left[product.begin : product.end]
-                rows = self._view(product.offset, product.end - product.begin, product.target.columns)
-                rows.addmm_(left, right, alpha=product.target.weight.scaling)
+        for product in steps.products:
+            left, right = product.target.weight.product(factors, product.target.number)
+            if product.end - product.begin < product.target.rows:
+                left = left[product.begin : product.end]
+            rows = self._view(product.offset, product.end - product.begin, product.target.columns)
+            rows.addmm_(left, right, alpha=product.target.weight.scaling)
         return merged
 
     def _view(self, offset: int, *shape: int) -> torch.Tensor:
@@ -118,26 +112,3 @@ class Scratch:
             view = self._memory[offset : offset + math.prod(shape)].view(shape)
             self._views[offset, *shape] = view
         return view
-
-
-def full_precision() -> AbstractContextManager[None]:
-    """A context in which products of fp32 matrices are computed in fp32, also where the trainer allows TF32."""
-    try:
-        held = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the user has set torch's newer switch, and then torch refuses to read this one
-        held = ""
-    return _NOTHING if held == "highest" else _without_tf32(held)
-
-
-@contextmanager
-def _without_tf32(held: str) -> Iterator[None]:
-    """``held``: to go back to; empty where the newer switch is set."""
-    newer = "" if held else torch.backends.cuda.matmul.fp32_precision
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        if held:
-            torch.set_float32_matmul_precision(held)
-        else:
-            torch.backends.cuda.matmul.fp32_precision = newer
