@@ -3,7 +3,7 @@
 # GRPO with LoRA on GSM8K, Qwen2.5-7B-Instruct: the adapter is merged while the weights stream to SGLang.
 # Needs GSM8K (python examples/data/gsm8k.py ~/data/gsm8k), then:
 #   NGPUS=2 ROLLOUT_TP=2 bash run_qwen2_5_7b_lora.sh [hydra overrides]
-# DoRA: actor_rollout_ref.model.lora.type=dora. Served as an adapter: actor_rollout_ref.model.lora.merge=False
+# Served as an adapter: actor_rollout_ref.model.lora.merge=False
 set -euxo pipefail
 
 MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-7B-Instruct}

@@ -131,15 +131,9 @@ class ModelConfig(SimpleNamespace):
 
 
 def engine_of(module: torch.nn.Module, merge: bool = True) -> Any:
-    """Stands for verl's engine of a sharded model, with the settings that its adapter was made of, if it has one."""
+    """Stands for verl's engine of a sharded model."""
     model: Any = getattr(module, "_fsdp_wrapped_module", module)
-    model_config = ModelConfig(hf_config=model.config, lora={"merge": merge})
-    if isinstance(adapter := getattr(model, "peft_config", {}).get("default"), LoraConfig):
-        given = ("target_modules", "exclude_modules", "target_parameters", "lora_alpha")
-        vars(model_config).update({key: getattr(adapter, key) for key in given}, lora_rank=adapter.r)
-        given = ("modules_to_save", "ensure_weight_tying")
-        model_config.lora["peft"] = {key: getattr(adapter, key) for key in given}
-    return SimpleNamespace(module=module, model_config=model_config)
+    return SimpleNamespace(module=module, model_config=ModelConfig(hf_config=model.config, lora={"merge": merge}))
 
 
 def manager_of(module: torch.nn.Module, server: Any, leads: bool = True, merge: bool = True, **keys: Any) -> Any:
@@ -190,7 +184,7 @@ def peft_model(variant: Variant) -> PeftModel:
         model.set_adapter(variant.in_use)
     generator = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
-        if "lora_" in name or "modules_to_save" in name or name.endswith("q_proj.base_layer.bias"):
+        if "lora_" in name or name.endswith("q_proj.base_layer.bias"):
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
     return model
 

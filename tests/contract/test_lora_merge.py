@@ -13,10 +13,9 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-from peft.utils import ModulesToSaveWrapper
 from transformers import AutoModelForCausalLM
 from verl.workers.engine.fsdp.transformer_impl import unfuse_moe_params
-from worlds import on_ranks, run_world
+from worlds import on_ranks
 
 from bare_engine import trainer
 from contract import fsdp_models
@@ -25,12 +24,7 @@ from contract.reading import LARGE, Reader, State, check_syncs, sync
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-# Two adapters, each of which may have a head of its own
-SAVED_HEAD = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
 SECOND = {"target_modules": ["q_proj", "v_proj"]}
-SECOND_HEAD = {**SECOND, "modules_to_save": ["lm_head"]}
-DORA_ENDS = {"target_modules": ["embed_tokens", "o_proj"], "use_dora": True}
-BOTH_ENDS = {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True}
 
 VARIANTS = [
     Variant("all-linear", config={"target_modules": "all-linear"}),
@@ -38,38 +32,21 @@ VARIANTS = [
     Variant("rslora", "qwen3", {"target_modules": ALL, "use_rslora": True}),
     Variant("patterns", config={"target_modules": ALL, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 32}}),
     Variant("embedding-and-head", config={"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
-    Variant("modules-to-save", config=SAVED_HEAD),
     Variant("excluded", config={"target_modules": "all-linear", "exclude_modules": ["up_proj"]}),
-    Variant("dora", config={"target_modules": "all-linear", "use_dora": True}),
-    Variant("dora-embedding", "llama", DORA_ENDS),
-    Variant("lora-bias", config={"target_modules": ["q_proj", "v_proj"], "lora_bias": True}),
     Variant("trained-bias", config={"target_modules": ["q_proj"], "bias": "lora_only"}),
     Variant("experts", "qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
     Variant("router", "qwen3_moe", {"target_modules": [], "target_parameters": ["mlp.gate.weight"]}),
-    Variant("tied-embedding", "qwen2_tied", {"target_modules": ["embed_tokens", "q_proj"]}),
-    Variant("tied-head", "qwen2_tied", {"target_modules": ["lm_head"]}),
-    Variant("tied-both", "qwen2_tied", {"target_modules": ["embed_tokens", "lm_head"]}),
-    Variant("tied-saved-head", "qwen2_tied", SAVED_HEAD),
-    Variant("first-of-two", "qwen2", SAVED_HEAD, SECOND_HEAD),
-    Variant("second-of-two", "qwen2", SAVED_HEAD, SECOND_HEAD, "second"),
-    Variant("first-of-two-with-one-head", "qwen2", SAVED_HEAD, SECOND),
-    Variant("second-of-two-with-one-head", "qwen2", SAVED_HEAD, SECOND, "second"),
+    Variant("first-of-two", "qwen2", {"target_modules": ["q_proj"]}, SECOND),
+    Variant("second-of-two", "qwen2", {"target_modules": ["q_proj"]}, SECOND, "second"),
 ]
 # FSDP1 with use_orig_params=False refuses a unit of trainable and frozen parameters
-MIXED = {
-    "embedding-and-head", "modules-to-save", "dora-embedding", "trained-bias",
-    "tied-embedding", "tied-head", "tied-both", "tied-saved-head",
-}  # fmt: skip
+MIXED = {"embedding-and-head", "trained-bias"}
 
 
 def peft_merge(reference: PeftModel, state: State, merge: bool = True) -> State:
-    """PEFT's own merge of the gathered weights, fp32, cast once. Tied weights are merged separately, not one twice."""
+    """PEFT's own merge of the gathered weights, fp32, cast once."""
     model = copy.deepcopy(reference)
     model.load_state_dict(state)
-    head = model.get_output_embeddings()
-    if not isinstance(head, ModulesToSaveWrapper):
-        head = getattr(head, "base_layer", head)
-        head.weight = torch.nn.Parameter(head.weight.detach().clone())
     merged = model.merge_and_unload() if merge else model.unload()
     parameters = {name for name, _ in merged.named_parameters()}
     cast = {name: t.bfloat16() if name in parameters else t for name, t in merged.state_dict().items()}
@@ -92,7 +69,7 @@ def check_merged(got: State, expected: State) -> None:
 def cases() -> Iterator[Any]:
     """Yields every variant under every sharding that takes it; neighbours in the list take turns."""
     for number, variant in enumerate(VARIANTS):
-        some = variant.name in ("dora", "experts", "tied-both")
+        some = variant.name in ("patterns", "experts")
         yield pytest.param(Layout((2, 2)), variant, marks=() if some else pytest.mark.extended)
         few, odd = (1 + number // 2 % 2,), number % 2
         yield Layout(few if odd else (3,)), variant
@@ -103,20 +80,15 @@ def cases() -> Iterator[Any]:
             both.reverse()
         for layout, marks in zip(both, ((), pytest.mark.extended), strict=False):
             yield pytest.param(layout, variant, marks=marks)
-    # These show something under a single layout: shards are in host memory for good, moved and merged in pieces
-    for variant in (VARIANTS[0], Variant("dora-embedding", "llama", DORA_ENDS)):
-        yield Layout((2,), offloaded=True), variant
+    # Under a single layout: shards are in host memory for good, moved and merged in pieces
+    yield Layout((2,), offloaded=True), VARIANTS[0]
     yield Layout((2,), units=True), Variant("units", config={"target_modules": ["q_proj", "down_proj", "embed_tokens"]})
-    # PEFT makes the head's factors transposed views of the embedding's; in FSDP1 each is a parameter of its own
-    for world in (1, 2):
-        yield fsdp1(world, True), Variant("transposed-factors", "qwen2_tied", BOTH_ENDS)
 
 
 @pytest.mark.parametrize(("layout", "variant"), [*cases()], ids=lambda value: getattr(value, "name", str(value)))
 @on_ranks("layout")
 def test_merge_equals_pefts(layout: Layout, variant: Variant) -> None:
     reference: Any = peft_model(variant)
-    vars(reference.get_output_embeddings()).get("kwargs", {}).pop("tied_adapter", None)  # no deepcopy takes its graph
     module = shard(peft_model(variant), layout)
 
     def expected() -> State:
@@ -127,31 +99,35 @@ def test_merge_equals_pefts(layout: Layout, variant: Variant) -> None:
 
     source = merging_source(module)
     check_syncs(source, expected, lambda: change(module), [module], check_merged, rounds=1)
-    if variant.config == BOTH_ENDS:
-        got = sync(source)
-        assert not torch.equal(got["lm_head.weight"], got["model.embed_tokens.weight"]), "they have become two weights"
     if layout.units:
         assert {type(each).__name__ for each in module.modules()} >= {"FSDPLinear", "FSDPEmbedding"}
         assert {weight.kind for weight in source._weights.values()} == {"linear", "embedding"}
 
 
+def error_of(source: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        source.shards()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", [Layout((2,)), fsdp1(2, True)], ids=str)
+@pytest.mark.parametrize("adapted", [["embed_tokens", "q_proj"], ["lm_head"], ["embed_tokens", "lm_head"]])
 @on_ranks(2)
-def test_one_copy_for_embedding_and_head_travels_once() -> None:
-    """PEFT ties the copy, and it stays tied when FSDP2 shards it; so it travels once, as the engine ties it too."""
-    config = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
-    module = shard(peft_model(Variant("one-copy", "qwen2_tied", config)), Layout((2,)))
-    source = merging_source(module)
-    for _ in range(2):
-        got = sync(source)
-        trained = torchs_own_state(module)["base_model.model.model.embed_tokens.modules_to_save.default.weight"]
-        assert torch.equal(got["model.embed_tokens.weight"], trained.bfloat16()) and "lm_head.weight" not in got
-        change(module)
+def test_an_adapted_end_of_a_tied_model_is_served_but_not_merged(layout: Layout, adapted: list[str]) -> None:
+    module = shard(peft_model(Variant("tied", "qwen2_tied", {"target_modules": adapted})), layout)
+    text = error_of(merging_source(module))
+    assert "changes 'model.embed_tokens.weight'" in text or "changes 'lm_head.weight'" in text, text
+    assert "are tied" in text and "exclude_modules" in text
+    base = sync(merging_source(module, merge=False))
+    state = torchs_own_state(module)
+    name = next(name for name in state if "embed_tokens" in name and "lora_" not in name)
+    assert torch.equal(base["model.embed_tokens.weight"], state[name].bfloat16()) and "lm_head.weight" not in base
 
 
 @on_ranks(1)
 def test_a_loaded_adapter_brings_its_own_settings(qwen2: str, tmp_path: Path) -> None:
-    """Covers verl's ``lora_adapter_path``: rsLoRA, DoRA, patterns and a saved module, by verl's own engine."""
-    settings = {"use_dora": True, "use_rslora": True, "rank_pattern": {"q_proj": 2}, "modules_to_save": ["lm_head"]}
+    """Covers verl's ``lora_adapter_path``: rsLoRA and patterns, by verl's own engine."""
+    settings = {"use_rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 5}}
     config = LoraConfig(r=3, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **settings)
     saved = get_peft_model(base_of(qwen2), config)
     for name, parameter in saved.named_parameters():
@@ -160,8 +136,7 @@ def test_a_loaded_adapter_brings_its_own_settings(qwen2: str, tmp_path: Path) ->
     saved.save_pretrained(str(tmp_path))
     engine: Any = trainer.build(qwen2, "fsdp2", model={"lora_adapter_path": str(tmp_path), "lora_rank": 4})
     reference = PeftModel.from_pretrained(base_of(qwen2), str(tmp_path))
-    loaded = {name for name in reference.state_dict() if "lora_" in name or "modules_to_save" in name}
-    assert len(loaded) == 2 * 2 * 3 + 1
+    assert sum("lora_" in name for name in reference.state_dict()) == 2 * 2 * 2
     expected = peft_merge(reference, reference.state_dict())
     got = sync(merging_source(engine.module))
     check_merged(got, expected)
@@ -173,42 +148,7 @@ def base_of(checkpoint: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
 
 
-# Adapters that PEFT computes from the weights start alike on any number of ranks, in verl's own engines
-PEFT: list[dict[str, Any]] = [
-    {"init_lora_weights": "pissa"},
-    {"init_lora_weights": "olora"},
-    {"init_lora_weights": "mica"},
-    {"init_lora_weights": "pissa", "use_dora": True},
-    {"init_lora_weights": "olora", "modules_to_save": ["lm_head"]},
-]
 TARGETS = ["q_proj", "down_proj"]
-
-
-def built(checkpoint: str, adapter: str, strategy: str) -> list[tuple[State, list[tuple[str, bool]]]]:
-    """The whole state of each model, and what of it is trained."""
-    settings = {"use_orig_params": True} if strategy == "fsdp" else {}
-    models = [{"lora_alpha": 8, "target_modules": TARGETS, "lora": {"peft": peft, "merge": True}} for peft in PEFT]
-    found = []
-    for model in (*models, {"lora_adapter_path": adapter}):
-        engine: Any = trainer.build(checkpoint, strategy, model={"lora_rank": 4, **model}, **settings)
-        trained = [(name, each.requires_grad) for name, each in engine.module.named_parameters()]
-        found.append((trainer.full_state(engine), trained))
-    return found
-
-
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
-def test_two_ranks_start_as_one(strategy: str, qwen2: str, tmp_path: Path) -> None:
-    """Covers that verl loads the weights of an untied model on rank 0 alone."""
-    adapter = str(tmp_path)
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, init_lora_weights="pissa", task_type="CAUSAL_LM")
-    get_peft_model(base_of(qwen2), config).save_pretrained(adapter)
-    (expected,) = run_world(1, built, qwen2, adapter, strategy)
-    for got in run_world(2, built, qwen2, adapter, strategy):
-        for settings, (alone, trained), (together, trained_too) in zip([*PEFT, adapter], expected, got, strict=True):
-            assert trained_too == trained and alone.keys() == together.keys(), settings
-            assert [name for name in alone if not torch.equal(alone[name], together[name])] == [], settings
-
-
 # What cannot be merged, and all of PEFT that is no LoRA layer, is refused by module and type before anything is sent
 SETTINGS: dict[str, dict[str, Any]] = {
     "IA3": {"target_modules": TARGETS, "feedforward_modules": ["down_proj"]},
@@ -219,14 +159,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "VERA": {"target_modules": ["q_proj"]},
 }
 PLAIN = Variant("plain", config={"target_modules": ["q_proj"]})
-TWO = Variant("two", config=SAVED_HEAD, second={**SAVED_HEAD, "target_modules": ["q_proj", "v_proj"]})
+TWO = Variant("two", config=PLAIN.config, second=SECOND)
 
 
 def refusal(model: torch.nn.Module) -> str:
     with pytest.raises(ValueError) as caught:
         merging_source(model)
     text = str(caught.value)
-    assert "custom.sync.enabled=False" in text or "Activate one of them (set_adapter)" in text, "names no remedy"
+    assert "into the checkpoint of actor_rollout_ref.model.path" in text or "exclude_modules" in text, "names no remedy"
     return text
 
 
@@ -248,6 +188,14 @@ def test_an_adapter_of_another_type_is_refused_by_name(kind: str) -> None:
 
 def lora(model: str = "qwen2", **config: Any) -> Any:
     return peft_model(Variant("lora", model, {**PLAIN.config, **config}))
+
+
+def unlabelled(**config: Any) -> Any:
+    """Returns a model whose config does not tell."""
+    model = lora(**config)
+    for field in config:
+        setattr(model.peft_config["default"], field, None)
+    return model
 
 
 def of_two(change: Callable[[Any], object], variant: Variant = TWO) -> Any:
@@ -277,7 +225,11 @@ MODULE, BOTH = r"LoRA module 'base_model.*", ["default", "second"]
 @pytest.mark.parametrize(
     ("made", "text"),
     [
-        (lambda: lora("llama", lora_bias=True), f"{MODULE} none in its base layer"),
+        (lambda: lora(lora_bias=True), "adapter 'default' has lora_bias=True"),
+        (lambda: lora(use_dora=True), "adapter 'default' has use_dora=True"),
+        (lambda: unlabelled(use_dora=True), f"{MODULE}DoraLinearVariant"),
+        (lambda: lora(modules_to_save=["lm_head"]), r"adapter 'default' has modules_to_save=\['lm_head'\]"),
+        (lambda: unlabelled(modules_to_save=["lm_head"]), "lm_head' is a ModulesToSaveWrapper of PEFT"),
         (lambda: lora(alora_invocation_tokens=[1]), f"{MODULE}ALoraLinearVariant"),
         (lambda: lora(trainable_token_indices=[1]), r"adapter 'default' has trainable_token_indices=\[1\]"),
         (
@@ -285,23 +237,13 @@ MODULE, BOTH = r"LoRA module 'base_model.*", ["default", "second"]
             "several active adapters",
         ),
         (lambda: of_two(lambda model: model.base_model.disable_adapter_layers()), r"q_proj' is switched off"),
-        (
-            lambda: of_two(lambda model: setattr(model.get_output_embeddings(), "_active_adapter", BOTH)),
-            "lm_head', one of modules_to_save, has several active adapters",
-        ),
         (with_another_type, "LOHA"),
         (over_another_type, r"layers\.0\.self_attn\.v_proj' is a Linear of PEFT .*ia3"),
     ],
-    ids=["bias", "alora", "tokens", "both", "off", "heads", "with", "over"],
+    ids=["bias", "dora", "dora-variant", "saved", "saved-head", "alora", "tokens", "both", "off", "with", "over"],
 )
 def test_what_cannot_be_merged_is_refused_by_name(made: Callable[[], Any], text: str) -> None:
     assert re.search(text, refusal(made()))
-
-
-def error_of(source: Any) -> str:
-    with pytest.raises(ValueError) as caught:
-        source.shards()
-    return str(caught.value)
 
 
 @on_ranks(2)

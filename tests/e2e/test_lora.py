@@ -21,12 +21,12 @@ TENSOR_PARALLEL = (2, 1, 1)
 
 @pytest.mark.extended
 def test_a_merged_run(play: Play) -> None:
-    """DoRA on projections and on the tied embedding; two ranks, three steps, so four syncs."""
-    dora = f"{MODEL}.lora.type=dora", f"{MODEL}.lora.target_modules=[q_proj,v_proj,down_proj,embed_tokens]"
-    merged = play(*COMMON, *MERGED, *dora, kind="qwen2-tied", ranks=2, steps=3)
+    """Two ranks, three steps, so four syncs; with the size of a bucket by the short key."""
+    merged = play(
+        *COMMON, *MERGED, f"{ROLLOUT}.update_weights_bucket_megabytes=512", kind="qwen2-tied", ranks=2, steps=3
+    )
     checks.reached(merged, steps=3)
     checks.reported(merged, steps=3)
-    assert merged.matching("embedding and head untied"), merged.tail
     assert all(each["staging_bytes"] > 0 for each in merged.reports), merged.reports
     # Unmerged weights would show: correlation 0.0, probabilities that differ by 0.009 to 0.025 from step 2 on
     checks.same_weights(merged)

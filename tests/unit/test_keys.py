@@ -245,10 +245,10 @@ def test_every_job_of_a_multirun_is_checked_and_settled_in_the_trainer(tmp_path:
 
 def test_a_multirun_without_a_trainer_that_settles_is_told_what_to_set(tmp_path: Path) -> None:
     """Hydra has copied the config when a job of a multirun is announced; V1's trainers settle it themselves."""
-    lora = (f"{ROLL}.name=sglang", f"{MODEL}.lora.rank=8", f"{MODEL}.lora.merge=True", f"{MODEL}.lora.type=dora")
+    lora = (f"{ROLL}.name=sglang", f"{MODEL}.lora.rank=8", f"{MODEL}.lora.merge=True")
     assert len(hydra_run.multirun(tmp_path, *lora)) == 1
     for given, said in (
-        (lora, r"model\.lora_rank=8 .*model\.lora\.peft=\{'use_dora': True\}"),
+        (lora, r"model\.lora_rank=8 .*model\.lora_alpha=32"),
         ((lora[0], "model_engine=veomni"), r"custom\.sync\.enabled=False"),
     ):
         with pytest.raises(SystemExit, match=rf"--multirun.*{said}"):

@@ -39,7 +39,7 @@ from verl_sync_plugin.config.settings import (
     sync_config_of,
 )
 from verl_sync_plugin.log import say
-from verl_sync_plugin.lora.settings import FLAT_LORA_TRAINERS, PEFT_KEY, refuse_lora, refuse_unread_rank, unify
+from verl_sync_plugin.lora.settings import FLAT_LORA_TRAINERS, refuse_lora, refuse_unread_rank, unify
 from verl_sync_plugin.rollouts import ROLLOUTS, rollout_of
 from verl_sync_plugin.sharding_manager import known_trainers
 
@@ -142,8 +142,8 @@ def _unserved_trainer(actor_rollout_ref: Any, strategy: str, engine: str) -> str
 
 def asked_for(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
     """The first key of the plugin that the user gave, with its value; empty when nobody counts on the plugin. The keys:
-    any under ``rollout.custom.sync`` (``enabled=True`` too), the short bucket key and ``model.lora.peft``, given one by
-    one or by ``+sync=...``."""
+    any under ``rollout.custom.sync`` (``enabled=True`` too) and the short bucket key, given one by one or by
+    ``+sync=...``."""
     for override in overrides:
         if override.lstrip("+~").startswith((f"{KEY_PREFIX}.", "sync=")):
             return override.lstrip("~")
@@ -152,7 +152,7 @@ def asked_for(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
         return f"{SHORT_BUCKET_KEY}={short}"
     if sync_config_of(rollout) != SyncConfig():
         return f"{KEY_PREFIX}={OmegaConf.to_container(rollout.custom.sync)}"
-    return f"{PEFT_KEY}={peft}" if (peft := OmegaConf.select(actor_rollout_ref, "model.lora.peft")) else ""
+    return ""
 
 
 def settle_rollout(rollout: DictConfig, resolved: bool) -> None:
@@ -208,8 +208,7 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
         engine.refuse_checkpoint(str(model.get("path")), model.get("override_config"), rollout)
     stock: Any = OmegaConf.to_container(OmegaConf.load(hydra_source.verl_configs() / "model" / "hf_model.yaml"))
     lora = section(model, "lora", f"{MODEL}.lora")
-    section(lora, "peft", PEFT_KEY)
-    refuse_near_misses(lora, {*stock["lora"], "peft"}, f"{MODEL}.lora")
+    refuse_near_misses(lora, stock["lora"], f"{MODEL}.lora")
     if strategy in FLAT_LORA_TRAINERS:
         plain: Any = OmegaConf.to_container(model, resolve=True)
         with read_write(model), open_dict(model):
@@ -295,9 +294,9 @@ def _refuse_unsettled(config: DictConfig, settled: DictConfig, line: str) -> Non
         return
     todo = [f"{KEY_PREFIX}.enabled=False"] if line.startswith(NOT_IN_USE) else []
     if (wanted := OmegaConf.select(settled, "actor_rollout_ref.model")) is not None:
-        for key in (*(key for key in wanted if key != "lora"), "lora.peft"):
+        for key in wanted:
             value = OmegaConf.select(wanted, key)
-            if value != OmegaConf.select(config, f"actor_rollout_ref.model.{key}"):
+            if key != "lora" and value != OmegaConf.select(config, f"actor_rollout_ref.model.{key}"):
                 todo.append(f"++actor_rollout_ref.model.{key}={value}")
     if todo:
         raise ValueError(

@@ -3,14 +3,14 @@
 
 Every delta is ``scaling * left @ right``, of matrices that PEFT's factors are or hold, so it is one product on the rows
 that a part touches. PEFT rounds ``B @ A``, then its product with ``scaling``, then the sum; here all three are rounded
-once, to fp32, in one launch. The base weight is never written.
+once, to fp32, in one launch. Where the trainer allows TF32, factors are rounded to it first. The base weight is never
+written.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,6 @@ from verl_sync_plugin.lora.peft import Weight
 
 Factors = Mapping[str, torch.Tensor]
 _ALIGNED = 16  # elements; cuBLAS and the copy kernels are slower on addresses that are not multiples of 16 bytes
-_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -37,19 +36,10 @@ class Target:
     def stop(self) -> int:
         return self.start + self.rows * self.columns
 
-    @property
-    def scales(self) -> int:
-        """Length of DoRA's scale: rows, or columns of a transposed weight."""
-        return self.columns if self.weight.transposed else self.rows
-
-    def overlaps(self, first: int, count: int) -> bool:
-        """True if elements ``[first, first + count)`` of the base hold any of the matrix."""
-        return count > 0 and self.start < first + count and first < self.stop
-
 
 def targets_of(weight: Weight, start: int, shape: tuple[int, ...]) -> list[Target]:
     """The matrices of a weight of this whole ``shape`` that begins at element ``start`` of its base."""
-    size, columns = math.prod(shape) // weight.matrices, weight.columns(shape)
+    size, columns = math.prod(shape) // weight.matrices, shape[-1]
     return [
         Target(weight, number, start + number * size, size // columns, columns) for number in range(weight.matrices)
     ]
@@ -76,7 +66,7 @@ class Steps:
 
 def steps_of(targets: Sequence[Target], first: int, count: int) -> Steps:
     """The steps for elements ``[first, first + count)`` of the base that holds these matrices."""
-    inside = [target for target in targets if target.overlaps(first, count)]
+    inside = [target for target in targets if max(first, target.start) < min(first + count, target.stop)]
     margin = -(-max((target.columns for target in inside), default=0) // _ALIGNED) * _ALIGNED
     products = []
     for target in inside:
@@ -97,17 +87,10 @@ class Scratch:
         self._memory = torch.empty(0)
         self._views: dict[tuple[int, ...], torch.Tensor] = {}  # a model has few shapes and many weights of each
 
-    def merge(
-        self, run: torch.Tensor, steps: Steps, factors: Factors, scales: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def merge(self, run: torch.Tensor, steps: Steps, factors: Factors) -> torch.Tensor:
         """Returns a run, 1-D and on the device, with the deltas of all the weights in it added, in fp32; the next call
-        overwrites it. Factors are whole and fp32, by state-dict key; ``scales`` are DoRA's magnitude over norm, fp32 of
-        length ``Target.scales``, by name of the weight.
-
-        A row that the run cuts is multiplied whole, over the margins next to the run.
-
-        Source: ``DoraLinearVariant.merge_safe`` of ``peft.tuners.lora.variants`` for the scale.
-        """
+        overwrites it. Factors are whole and fp32, by state-dict key. A row that the run cuts is multiplied whole, over
+        the margins next to the run."""
         needed = run.numel() + 2 * steps.margin
         if self._memory.numel() < needed:
             self.release()  # before more is taken
@@ -115,34 +98,13 @@ class Scratch:
                 self._memory = torch.empty(needed, dtype=torch.float32, device=self._device)
         merged = self._view(steps.margin, run.numel())
         merged.copy_(run)
-        with full_precision():
-            for product in steps.products:
-                target, rows = product.target, self._rows(product)
-                weight = target.weight
-                left, right = weight.product(factors, target.number)
-                if product.end - product.begin < target.rows:
-                    left = left[product.begin : product.end]
-                rows.addmm_(left, right, alpha=weight.scaling)
-                if (scale := scales.get(weight.name)) is not None:
-                    rows *= scale if weight.transposed else scale[product.begin : product.end].unsqueeze(1)
+        for product in steps.products:
+            left, right = product.target.weight.product(factors, product.target.number)
+            if product.end - product.begin < product.target.rows:
+                left = left[product.begin : product.end]
+            rows = self._view(product.offset, product.end - product.begin, product.target.columns)
+            rows.addmm_(left, right, alpha=product.target.weight.scaling)
         return merged
-
-    def add_squares(self, run: torch.Tensor, steps: Steps, factors: Factors, sums: torch.Tensor) -> None:
-        """Merges a run with the only product of its ``steps``, without DoRA's scale, and adds the squares of its
-        elements to ``sums`` by row (by column of a transposed weight), fp32 of length ``Target.scales``."""
-        (product,) = steps.products
-        self.merge(run, steps, factors, {})
-        end = steps.margin + run.numel()
-        for rest in (self._memory[: steps.margin], self._memory[end : end + steps.margin]):
-            rest.zero_()  # of rows that the run cuts
-        squares = self._rows(product).square()
-        if product.target.weight.transposed:
-            sums += squares.sum(0)
-        else:
-            sums[product.begin : product.end] += squares.sum(1)
-
-    def _rows(self, product: Product) -> torch.Tensor:
-        return self._view(product.offset, product.end - product.begin, product.target.columns)
 
     def _view(self, offset: int, *shape: int) -> torch.Tensor:
         view = self._views.get((offset, *shape))
@@ -150,26 +112,3 @@ class Scratch:
             view = self._memory[offset : offset + math.prod(shape)].view(shape)
             self._views[offset, *shape] = view
         return view
-
-
-def full_precision() -> AbstractContextManager[None]:
-    """A context in which products of fp32 matrices are computed in fp32, also where the trainer allows TF32."""
-    try:
-        held = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the user has set torch's newer switch, and then torch refuses to read this one
-        held = ""
-    return _NOTHING if held == "highest" else _without_tf32(held)
-
-
-@contextmanager
-def _without_tf32(held: str) -> Iterator[None]:
-    """``held``: to go back to; empty where the newer switch is set."""
-    newer = "" if held else torch.backends.cuda.matmul.fp32_precision
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        if held:
-            torch.set_float32_matmul_precision(held)
-        else:
-            torch.backends.cuda.matmul.fp32_precision = newer

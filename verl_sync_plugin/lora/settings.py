@@ -3,26 +3,18 @@
 
 verl reads the block for Megatron and the flat keys (``lora_rank``, ``lora_alpha``, ...) for FSDP. With the plugin on,
 an FSDP trainer takes either. A value counts as given when it differs from verl's own default. What of an FSDP trainer's
-adapter cannot be trained or served is refused in the driver, where its files can be read there; the trainer's ranks
+adapter cannot be merged or served is refused in the driver, where its files can be read there; the trainer's ranks
 refuse the same in words that name modules (``peft.refuse_others``).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import functools
-import inspect
 import json
-import re
-import types
-import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from verl_sync_plugin.config.settings import lora_rank_of
 
@@ -30,37 +22,27 @@ if TYPE_CHECKING:
     from verl_sync_plugin.rollouts import Rollout
 
 PREFIX = "actor_rollout_ref.model"
-PEFT_KEY = f"{PREFIX}.lora.peft"
-LEAVE_OUT = f"Leave embedding and head out (see {PREFIX}.exclude_modules)"
+REMEDY = f"Merge the adapter into the checkpoint of {PREFIX}.path"
+LEAVE_OUT = f"Leave it out of the adapter (see {PREFIX}.exclude_modules)"
+TIED = (
+    f"tied. Merged they would be two weights, of which an engine has one place. Leave them out of the adapter (see "
+    f"{PREFIX}.exclude_modules); stock verl serves wrong weights then"
+)
+_FSDP1 = "actor_rollout_ref.actor.strategy=fsdp and actor_rollout_ref.actor.fsdp_config.use_orig_params=True"
 FLAT_LORA_TRAINERS = ("fsdp", "fsdp2")  # verl's strategies that read the flat LoRA keys only
 
 _MODULES = ("target_modules", "exclude_modules", "target_parameters")
-# Fields of PEFT's LoraConfig that have a key of their own
-_OWN_KEY = {key: key for key in _MODULES} | {"lora_dropout": "dropout", "lora_alpha": "alpha"}
-_OWN_KEY |= dict.fromkeys(("r", "lora_rank"), "rank")
-_INITIAL_A = {"xavier": True, "kaiming": True, "gaussian": "gaussian", "normal": "gaussian"}
-# Fields of PEFT's that are annotated as a dict of anything
-_NARROWER = {"rank_pattern": dict[str, int] | None, "alpha_pattern": dict[str, float] | None}
-# What FSDP has no counterpart for: key of the block, the only value it can have
-_FIXED = {"dropout_position": "pre", "lora_B_init_method": "zero", "a2a_experimental": False, "dtype": None}
-
-# Input and output embeddings of the model families that tie them
-_TIED_NAMES = ("model.embed_tokens", "lm_head")
-# Replaces fsdp2 where an untied embedding or head is adapted
-_FSDP1 = "actor_rollout_ref.actor.strategy=fsdp with actor_rollout_ref.actor.fsdp_config.use_orig_params=True"
-
-
-def _fail(key: str, value: Any, problem: str, remedy: str) -> ValueError:
-    return ValueError(f"{key}={value!r}: {problem}. {remedy}")
+# Keys of the block that an FSDP trainer takes; the last one is of vLLM
+_TAKEN = ("rank", "alpha", *_MODULES, "merge", "adapter_path", "fully_sharded_loras")
+# Fields of PEFT's config that make more of an adapter than factors of linear layers, embeddings and experts
+_MORE = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "layer_replication")
 
 
 def unify(model: Mapping[str, Any], stock: Mapping[str, Any], engine: Rollout) -> dict[str, Any]:
-    """Returns the flat keys that an FSDP trainer needs, and under ``lora.peft`` more arguments for PEFT's
-    ``LoraConfig``; empty without LoRA. ``stock`` are verl's defaults; the engine is asked where it is
-    to serve the adapter. Raises ValueError, with key, value and remedy, where block and flat keys differ, and for a
-    setting that FSDP, PEFT or the engine does not know."""
+    """Returns the flat keys that an FSDP trainer needs; empty without LoRA. ``stock`` are verl's defaults; the engine
+    is asked where it is to serve the adapter. Raises ValueError, with key, value and remedy, where block and flat keys
+    differ, and for a setting that FSDP or the engine does not know."""
     block, stock_block = model.get("lora") or {}, stock.get("lora") or {}
-    _refuse_pefts_own(block, stock_block)
 
     def given(key: str, flat: str) -> Any:
         """The value under either key; ``None`` when under neither."""
@@ -77,8 +59,12 @@ def unify(model: Mapping[str, Any], stock: Mapping[str, Any], engine: Rollout) -
     rank, path = given("rank", "lora_rank"), given("adapter_path", "lora_adapter_path")
     if not rank:
         if path is not None:
-            raise _fail(f"{PREFIX}.lora_adapter_path", path, "no LoRA rank", f"Set {PREFIX}.lora_rank to the adapter's")
+            raise ValueError(f"{PREFIX}.lora_adapter_path={path!r}: no LoRA rank. Set {PREFIX}.lora_rank to its own.")
         return {}
+    for key, value in block.items():
+        if key not in _TAKEN and value != stock_block.get(key):
+            taken = ", ".join(_TAKEN[:-1])
+            raise ValueError(f"{PREFIX}.lora.{key}={value!r}: an FSDP trainer takes only {taken}. Remove it.")
     alpha = given("alpha", "lora_alpha")
     if alpha is None:
         alpha = stock_block["alpha"] if block.get("rank") else stock["lora_alpha"]
@@ -89,182 +75,25 @@ def unify(model: Mapping[str, Any], stock: Mapping[str, Any], engine: Rollout) -
     targets = found["target_modules"]
     for name in targets if isinstance(targets, list) else []:
         if name.rpartition(".")[2].startswith("linear_"):
-            problem = f"{name!r} is Megatron's name, and the FSDP trainer has Hugging Face modules"
-            remedy = "Use for example all-linear or [q_proj,k_proj,v_proj,o_proj]."
-            raise _fail(f"{PREFIX}.lora.target_modules", targets, problem, remedy)
-    found["lora.peft"] = _peft_arguments(block, path)
-    for field, value in {**{key: found[key] for key in _MODULES}, **found["lora.peft"]}.items():
-        _check_value(field, value, block)
+            raise ValueError(
+                f"{PREFIX}.lora.target_modules={targets!r}: {name!r} is Megatron's name, and the FSDP trainer has "
+                "Hugging Face modules. Use for example all-linear or [q_proj,k_proj,v_proj,o_proj]."
+            )
     if not block.get("merge"):
-        served = {**found["lora.peft"], **{key: found[key] for key in ("target_parameters", "target_modules")}}
-        if path is not None and isinstance(served["target_modules"], list):
-            del served["target_modules"]  # the adapter has its own
-        engine.refuse_adapter(served, {field: _key_of(field, value, block) for field, value in served.items()})
+        # An adapter that is loaded has modules of its own
+        served = _MODULES[2:] if path is not None and isinstance(targets, list) else (_MODULES[0], _MODULES[2])
+        keys = {key: f"{PREFIX}.{'lora.' * (block.get(key) == found[key])}{key}={found[key]!r}" for key in served}
+        engine.refuse_adapter({key: found[key] for key in served}, keys)
     return found
 
 
-def _key_of(field: str, value: Any, block: Mapping[str, Any]) -> str:
-    """Key and value under which a field of ``LoraConfig`` was given, for messages."""
-    if field in _MODULES:
-        return f"{PREFIX}.{'lora.' * (block.get(field) == value)}{field}={value!r}"
-    if field == "lora_dropout" and block.get("dropout") == value:
-        return f"{PREFIX}.lora.dropout={value!r}"
-    if field == "use_dora" and block.get("type") == "dora":
-        return f"{PREFIX}.lora.type='dora'"
-    return f"{PEFT_KEY}.{field}={value!r}"
-
-
-def _peft_arguments(block: Mapping[str, Any], path: str | None) -> dict[str, Any]:
-    """Reads what the block says beyond verl's flat keys, as arguments of PEFT's ``LoraConfig``."""
-    for key, only in _FIXED.items():
-        if (value := block.get(key, only)) != only:
-            raise _fail(f"{PREFIX}.lora.{key}", value, "the FSDP trainer cannot do it", f"Use {only!r}.")
-    found = dict(block.get("peft") or {})
-    for key, value in found.items():
-        if key in _OWN_KEY and value != block.get(_OWN_KEY[key]):
-            raise _fail(f"{PEFT_KEY}.{key}", value, "has a key of its own", f"Use {PREFIX}.lora.{_OWN_KEY[key]}.")
-        if key not in _peft_fields():
-            hint = _hint(key, list(_peft_fields()), "See PEFT's LoraConfig.")
-            raise _fail(f"{PEFT_KEY}.{key}", value, "PEFT's LoraConfig does not know it", hint)
-    kind = block.get("type") or "lora"
-    if kind == "dora":
-        found["use_dora"] = True
-    elif kind not in ("lora", "canonical_lora"):
-        raise _fail(f"{PREFIX}.lora.type", kind, "the FSDP trainer cannot do it", "Use lora or dora.")
-    if block.get("dropout"):
-        found["lora_dropout"] = block["dropout"]
-    start = block.get("lora_A_init_method") or "xavier"
-    if start not in _INITIAL_A:
-        raise _fail(f"{PREFIX}.lora.lora_A_init_method", start, "PEFT does not know it", "Use kaiming or gaussian.")
-    if _INITIAL_A[start] is not True:
-        found["init_lora_weights"] = _INITIAL_A[start]
-    if found and path is not None:
-        problem = f"the adapter brings its own settings, so {found} have no effect"
-        raise _fail(f"{PREFIX}.lora_adapter_path", path, problem, "Remove one of the two.")
-    return found
-
-
-def _hint(word: str, known: list[str], otherwise: str) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"Did you mean {close[0]}?" if close else otherwise
-
-
-def _refuse_pefts_own(block: Mapping[str, Any], stock: Mapping[str, Any]) -> None:
-    """Raises ValueError for a field of PEFT's that is given one level too high, where nothing reads it."""
-    for key in block.keys() - stock.keys() - {"peft", "adapter_path", *_MODULES}:
-        if key in _OWN_KEY or key in _peft_fields():
-            use = f"{PREFIX}.lora.{_OWN_KEY[key]}" if key in _OWN_KEY else f"{PEFT_KEY}.{key}"
-            raise _fail(f"{PREFIX}.lora.{key}", block[key], "nothing reads it there", f"Use {use}.")
-
-
-@functools.cache
-def _peft_fields() -> dict[str, Any]:
-    """Types of the values that PEFT's ``LoraConfig`` takes, by field."""
-    from peft import LoraConfig
-
-    types = {**typing.get_type_hints(LoraConfig), **_NARROWER}
-    return {field.name: types[field.name] for field in dataclasses.fields(LoraConfig) if field.init}
-
-
-def _check_value(field: str, value: Any, block: Mapping[str, Any]) -> None:
-    """Raises ValueError for a value that PEFT does not take, or takes for another one; names key, value and remedy."""
-    where, kind = _key_of(field, value, block), _peft_fields()[field]
-    if not _fits(value, kind):
-        said = inspect.formatannotation(kind)
-        words = re.findall(r"'(.+?)'", said)  # that a Literal lists
-        hint = f"Use [{value}]." if _fits([value], kind) else _hint(str(value), words, "Correct the value.")
-        raise ValueError(f"{where}: PEFT takes {said} there. {hint}")
-    if field == "init_lora_weights" and value in ("eva", "corda"):
-        raise ValueError(f"{where}: PEFT needs data for it, and verl gives it none. Use for example pissa or olora.")
-    for pattern in _patterns(field, value):
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{where}: not a regular expression ({error}). Correct the pattern.") from None
-
-
-def _patterns(field: str, value: Any) -> Iterable[str]:
-    """Values of a field that PEFT reads as regular expressions; a list of modules has names."""
-    if field in (*_MODULES[:2], "layers_pattern") and isinstance(value, str):
-        return [value]
-    return value or [] if field in (*_NARROWER, "layers_pattern") else []
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """True if a value from a config, where YAML and JSON agree, is of a type."""
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return any(_fits(value, each) for each in typing.get_args(kind))
-    if isinstance(value, str):  # PEFT writes pissa_niter_[number of iters] for pissa_niter_4 and others
-        value = re.sub(r"(?<=^pissa_niter_)\d+$", "[number of iters]", value)
-    try:
-        json.dumps(value, allow_nan=False)
-        msgspec.convert(value, kind)
-    except (ValueError, msgspec.ValidationError):
-        return False
-    return True
-
-
-# ---- PEFT's ``LoraConfig`` of a run
-
-
-def lora_config(model: Any) -> Any:
-    """PEFT's ``LoraConfig`` for verl's ``HFModelConfig``: the flat keys, ``lora.peft``, or the adapter that is loaded.
-    Raises ValueError where PEFT refuses the settings."""
-    from peft import LoraConfig, PeftConfig, TaskType
-    from verl.utils.fs import copy_to_local
-    from verl.utils.py_functional import convert_to_regular_types
-
-    path = getattr(model, "lora_adapter_path", None)
-    if path is not None:
-        return PeftConfig.from_pretrained(copy_to_local(path, use_shm=model.use_shm))
-    more = convert_to_regular_types(model.lora.get("peft", None) or {})
-    modules = {key: convert_to_regular_types(getattr(model, key)) for key in _MODULES}
-    given = {"task_type": TaskType.CAUSAL_LM, "r": model.lora_rank, "lora_alpha": model.lora_alpha, **modules}
-    try:
-        return LoraConfig(**given, **{"bias": "none", **more})
-    except (TypeError, ValueError, ImportError) as error:
-        raise ValueError(f"{PEFT_KEY}={more}: PEFT refuses it: {error}. Correct the setting.") from error
-
-
-def unties_embeddings(model: Any) -> bool:
-    """True if the adapter changes one of embedding and head, or each in its own way, where the checkpoint ties them. An
-    engine that ties them cannot serve that."""
-    if lora_rank_of(model) == 0 or not getattr(model.hf_config, "tie_word_embeddings", False):
-        return False
-    config = lora_config(model)
-    targeted, saved = adapted_ends(config)
-    if saved:  # PEFT can save one module for both; the factors that it ties become parameters of their own in FSDP
-        return not getattr(config, "ensure_weight_tying", False)
-    return bool(targeted)
-
-
-def adapted_ends(config: Any) -> tuple[list[str], list[str]]:
-    """Names of embedding and head that have factors by PEFT's ``LoraConfig``, and of those that it trains whole."""
-    from peft.tuners.tuners_utils import check_target_module_exists
-
-    saved = [name for name in _TIED_NAMES for save in config.modules_to_save or () if f".{name}".endswith(f".{save}")]
-    if config.target_modules in (None, "all-linear"):  # PEFT leaves the head out of all-linear
-        return [], saved
-    return [name for name in _TIED_NAMES if check_target_module_exists(config, name)], saved
-
-
-def refuse_config(where: str, settings: dict[str, Any], remedy: str) -> None:
-    """Raises ValueError for settings of PEFT's config that cannot be seen in any module."""
+def refuse_config(where: str, settings: Mapping[str, Any]) -> None:
+    """Raises ValueError for a config of PEFT's that is no plain LoRA's."""
     kind = settings.get("peft_type", "LORA")
     kind = str(getattr(kind, "value", kind))
-    if kind != "LORA":
-        raise ValueError(f"{where} has peft_type={kind}, and weight sync delivers LoRA only. {remedy}.")
-    if settings.get("trainable_token_indices"):
-        raise ValueError(
-            f"{where} has trainable_token_indices={settings['trainable_token_indices']}: weight sync does not merge "
-            f"single rows. Name the embedding in modules_to_save, which trains all of it. {remedy}."
-        )
-    if settings.get("layer_replication"):
-        raise ValueError(
-            f"{where} has layer_replication={settings['layer_replication']}: the trained model has other layers than "
-            "its config says, and the engine would serve those of the config. Write the model with its layers "
-            "replicated to a checkpoint, and train that one without layer_replication."
-        )
+    other = {"peft_type": kind} if kind != "LORA" else {}
+    for field, value in {**other, **{field: settings[field] for field in _MORE if settings.get(field)}}.items():
+        raise ValueError(f"{where} has {field}={value}, and weight sync delivers plain LoRA only. {REMEDY}.")
 
 
 # ---- what the driver refuses of an adapter and its model
@@ -272,13 +101,14 @@ def refuse_config(where: str, settings: dict[str, Any], remedy: str) -> None:
 
 def refuse_lora(model: Any, strategy: str, engine: Rollout) -> None:
     """Raises ValueError for what is wrong with an adapter and its model, whose LoRA keys are unified; reads local files
-    only. The engine is asked where it would need an untied head, and where it is to serve an existing adapter."""
+    only. The engine is asked where it is to serve an existing adapter."""
     if lora_rank_of(model) == 0:
         return
     from omegaconf import OmegaConf
 
     plain: Any = OmegaConf.to_container(model, resolve=True)
-    path = plain.get("lora_adapter_path")
+    path, settings = plain.get("lora_adapter_path"), plain
+    where = f"{PREFIX}.target_modules={plain['target_modules']!r}"
     if path is not None:
         where = f"{PREFIX}.lora_adapter_path={path!r}"
         _refuse_absent(where, path, plain["path"])
@@ -286,13 +116,10 @@ def refuse_lora(model: Any, strategy: str, engine: Rollout) -> None:
             settings = json.loads((Path(path).expanduser() / "adapter_config.json").read_text())
         except (OSError, ValueError):  # this machine cannot read it
             return
-    else:
-        settings = plain["lora"].get("peft") or {}
-        where = f"{PEFT_KEY}={settings}"
-    refuse_config(where, settings, f"Give a LoRA adapter, or merge this one into the model of {PREFIX}.path")
-    if path is not None and not plain["lora"].get("merge"):
-        _refuse_existing(plain, where, settings, engine)
-    _refuse_ends(plain, where if path is not None else None, strategy, engine)
+        refuse_config(where, settings)
+        if not plain["lora"].get("merge"):
+            _refuse_existing(plain, where, settings, engine)
+    _refuse_ends(plain, where, settings, strategy)
 
 
 def refuse_unread_rank(model: Any, strategy: str, cause: str = "custom.sync.enabled=False") -> None:
@@ -338,48 +165,27 @@ def _refuse_existing(plain: Mapping[str, Any], where: str, settings: Mapping[str
             )
 
 
-def _refuse_ends(plain: Mapping[str, Any], where: str | None, strategy: str, engine: Rollout) -> None:
-    """Raises ValueError for an adapted embedding or head that trainer or engine cannot have. ``where`` names the
-    adapter that is loaded, if one is."""
-    config = lora_config(SimpleNamespace(**{"use_shm": False, "target_parameters": None, **plain}))
-    targeted, saved = adapted_ends(config)
-    if not targeted and not saved:
-        return
-    said = f"{PREFIX}.target_modules={plain['target_modules']!r}" if targeted else ""
-    where = where or said or f"{PEFT_KEY}.modules_to_save={config.modules_to_save!r}"
-    if (hf_config := _hf_config(plain)) is None:
-        return
+def _refuse_ends(plain: Mapping[str, Any], where: str, settings: Mapping[str, Any], strategy: str) -> None:
+    """Raises ValueError for an adapted embedding or head, by the model's config.json: a tied one that is to be merged,
+    or one that verl cannot shard."""
+    config: dict[str, Any] = {}  # of a model that is not in a folder here
+    with suppress(OSError, ValueError):
+        config = json.loads(
+            (Path(plain.get("hf_config_path") or plain["path"]).expanduser() / "config.json").read_text()
+        )
     overrides = plain.get("override_config") or {}
-    overrides = overrides.get("model_config", overrides)
-    tied = bool(overrides.get("tie_word_embeddings", getattr(hf_config, "tie_word_embeddings", False)))
-    together = bool(getattr(config, "ensure_weight_tying", False))
-    if plain["lora"].get("merge") and not (tied and together and saved):
-        engine.refuse_untied(getattr(hf_config, "architectures", None) or (), where)
-    if strategy != "fsdp2":
+    tied = {**config, **overrides.get("model_config", overrides)}.get("tie_word_embeddings")
+    if tied is None or settings.get("target_modules") in (None, "all-linear"):  # PEFT leaves the head out of all-linear
         return
-    if tied and together and targeted:
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    modules: Any = SimpleNamespace(**{key: settings.get(key) for key in _MODULES})
+    adapted = [name for name in ("model.embed_tokens", "lm_head") if check_target_module_exists(modules, name)]
+    if adapted and tied and plain["lora"].get("merge"):
+        raise ValueError(f"{where} adapts {adapted[0]}, but embedding and head of {plain['path']} are {TIED}.")
+    # verl makes each an FSDP unit, and of an adapted one it shards the outer module before the one inside
+    if adapted and not tied and strategy == "fsdp2":
         raise ValueError(
-            f"{where} with {PEFT_KEY}.ensure_weight_tying=True: PEFT's factors of the head are transposed views, "
-            "which FSDP2 cannot shard. Leave ensure_weight_tying out: the engine is then launched untied."
+            f"{where} adapts {adapted[0]}, which verl cannot shard with actor_rollout_ref.actor.strategy=fsdp2. "
+            f"{LEAVE_OUT}, or set {_FSDP1}."
         )
-    # verl makes each an FSDP unit, by name, and every nn.Embedding too: of an adapted or copied embedding it shards the
-    # outer module before the one inside. And it reassigns a module's __class__, which Python rejects for PEFT's layers
-    if not tied and (targeted or "model.embed_tokens" in saved):
-        names = ", ".join(name.rpartition(".")[2] for name in (*targeted, *saved))
-        raise ValueError(
-            f"{where} with actor_rollout_ref.actor.strategy=fsdp2: verl shards embedding and head by themselves where "
-            f"the model does not tie them, and cannot where they are adapted ({names}). Set {_FSDP1}. Or: {LEAVE_OUT}."
-        )
-
-
-def _hf_config(plain: Mapping[str, Any]) -> Any:
-    """The model's config; ``None`` where it is not in a folder here, or needs code of its own."""
-    folder = Path(plain.get("hf_config_path") or plain["path"]).expanduser()
-    if not (folder / "config.json").is_file():
-        return None
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError):
-        return None

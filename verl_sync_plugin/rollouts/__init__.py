@@ -10,7 +10,7 @@ the actor workers), ``gate`` (when requests may be computed) and ``process`` (an
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -78,10 +78,6 @@ class Rollout(Protocol):
 
     def refuse_family(self, path: str, config: Mapping[str, Any], rollout: Any = None) -> None:
         """Refuses a model by the content of its ``config.json``, with verl's rollout config."""
-
-    def refuse_untied(self, architectures: Iterable[str], where: str) -> None:
-        """Refuses a model whose embedding and head the engine cannot hold separately; ``where``: what adapts or trains
-        one of the two."""
 
     def refuse_adapter(self, settings: Mapping[str, Any], keys: Mapping[str, str]) -> None:
         """Refuses fields of PEFT's ``LoraConfig`` that the engine cannot serve; ``keys``: the user's, by field."""

@@ -107,14 +107,12 @@ class ShardingManager(BaseShardingManager):
     def open_source(self) -> ParameterSource:
         """The parameter source of the trainer; called at the first sync, and again if the engine asks for other dtypes.
         Raises ValueError, with key, value and remedy, where this manager cannot sync the trainer, or the engine cannot
-        serve its adapter or hold what that is merged into."""
+        serve its adapter."""
         if self.trainer is None:
             raise TypeError(f"{type(self).__qualname__}: name a backend (a TrainerBackend), or override open_source")
         source = self.trainer.open_source()
         if self.trainer.serves_adapter:
             self.endpoint.engine.refuse_adapter(self.trainer.open_adapter(source).settings, {})
-        elif source.prepares and (ends := self.trainer.untied_ends()):
-            self.endpoint.engine.refuse_untied(self.trainer.architectures, f"the adapter's {ends[0]}")
         if self.trainer.policy.blocks:
             return QuantizingSource(source, self.trainer.policy, self._device, self.config.timeout_seconds)
         return source

@@ -5,7 +5,9 @@ parameters travel. Imports none of verl's engines: each of the plugin's is impor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import PurePath
@@ -135,10 +137,6 @@ class TrainerBackend(ABC):
     def architectures(self) -> tuple[str, ...]:
         config = getattr(getattr(self.engine, "model_config", None), "hf_config", None)
         return tuple(getattr(config, "architectures", None) or ())
-
-    def untied_ends(self) -> list[str]:
-        """The layer classes of embedding and head that an adapter makes differ."""
-        return []
 
 
 @dataclass

@@ -13,17 +13,17 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import TURN_OFF
-from verl_sync_plugin.copies.packing import chunks_of
 from verl_sync_plugin.layout.tensors import Base, Member, Shard, View
 from verl_sync_plugin.lora.merge import Scratch, Target, steps_of, targets_of
-from verl_sync_plugin.lora.peft import Adapters, LoRAWeight, Weight, is_adapter, refuse_incomplete
+from verl_sync_plugin.lora.peft import Adapters, Weight, is_adapter, refuse_incomplete
+from verl_sync_plugin.lora.settings import TIED
 from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
 from verl_sync_plugin.transport.agreement import take_part, until
 
@@ -129,8 +129,7 @@ def _whole(base: Base, blocks: torch.Tensor) -> torch.Tensor:
 
 class Merging(ParameterSource):
     """A source that merges while it is packed, if it ``merges`` at all; every trainer's. ``factors`` are those of this
-    sync, as shards; ``gathered`` are whole factors that are there now, by state-dict key; ``scales``: see
-    ``Scratch.merge``."""
+    sync, as shards; ``gathered`` are whole factors that are there now, by state-dict key."""
 
     _gather_bytes = GATHER_BYTES
 
@@ -142,7 +141,6 @@ class Merging(ParameterSource):
         self.factors = FactorStore(device, timeout_seconds)
         self._prepared: frozenset[int] = frozenset()
         self.gathered: dict[str, torch.Tensor] = {}
-        self.scales: dict[str, torch.Tensor] = {}
 
     @property
     def prepares(self) -> bool:
@@ -158,8 +156,8 @@ class Merging(ParameterSource):
 
     @abstractmethod
     def gather(self, bases: tuple[int, ...]) -> Generator[None, None, None]:
-        """Adds whole factors for these bases, in fp32, to ``gathered``, and DoRA's scales of the weights in them, by
-        name, to ``scales``. Collective; yields right before each collective."""
+        """Adds whole factors for these bases, in fp32, to ``gathered``. Collective; yields right before each
+        collective."""
 
     def release(self) -> None:
         self.factors.shards.clear()
@@ -168,11 +166,11 @@ class Merging(ParameterSource):
         super().release()
 
     def _forget(self) -> None:
-        self._prepared, self.gathered, self.scales = frozenset(), {}, {}
+        self._prepared, self.gathered = frozenset(), {}
 
     def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
-        """Gathers the factors of every adapted weight in these bases, and DoRA's norms; those of the next buckets as
-        well, as long as all of them stay within ``GATHER_BYTES``."""
+        """Gathers the factors of every adapted weight in these bases; those of the next buckets as well, as long as all
+        of them stay within ``GATHER_BYTES``."""
         if self._prepared.issuperset(bases):
             return
         self._forget()  # before more is taken
@@ -193,7 +191,7 @@ class Merging(ParameterSource):
         steps = cache(partial(steps_of, targets))
 
         def merge(part: torch.Tensor, begin: int) -> torch.Tensor:
-            return self._scratch.merge(part, steps(first + begin, part.numel()), self.gathered, self.scales)
+            return self._scratch.merge(part, steps(first + begin, part.numel()), self.gathered)
 
         return merge
 
@@ -244,32 +242,12 @@ def adapter_part(shard: Shard, rank: int, member: Member) -> Excerpt:
     return replace(part, base=shard.base if base == shard.base else base)  # an equal one: the shard itself will do
 
 
-def served_parts(base: Base, members: Sequence[Member], rank: int, weights: dict[str, LoRAWeight]) -> list[Excerpt]:
-    """The rest of a base, the base itself if there are no adapters in it. Tied parameters of which only some are
-    adapted, or each by its own adapter, are split: merged they differ."""
-    kept = [member for member in members if not is_adapter(member.name)]
-    views = [view for view in base.views if not is_adapter(view.name)]
-    parts: list[Excerpt] = []
-    owners: dict[int, Member] = {}
-    for member in tuple(kept):
-        owner = owners.setdefault(member.start, member)
-        if weights.get(member.name) is not weights.get(owner.name):
-            own = _views_of(member, base, members)
-            parts.append(excerpt(base, rank, f"{base.key} ({member.name})", member, own))
-            kept.remove(member)
-            views = [view for view in views if view not in own]
+def served_part(base: Base, members: Sequence[Member], rank: int) -> Excerpt:
+    """The rest of a base, the base itself if there are no adapters in it."""
+    views = tuple(view for view in base.views if not is_adapter(view.name))
     if len(views) < len(base.views):
-        base = replace(base, views=tuple(views))
-    return [Excerpt(base, tuple(kept), 0, base.held(rank)), *parts]
-
-
-def _views_of(member: Member, base: Base, members: Sequence[Member]) -> list[View]:
-    """The HF tensors of a parameter. Tied ones have equally many views of the same elements, in the members' order."""
-    tied = [each for each in members if each.start == member.start]
-    end = member.start + math.prod(member.shape)
-    views = [view for view in base.views if member.start <= view.start < end]
-    each, place = len(views) // len(tied), tied.index(member)
-    return views[place * each : (place + 1) * each]
+        base = replace(base, views=views)
+    return Excerpt(base, tuple(member for member in members if not is_adapter(member.name)), 0, base.held(rank))
 
 
 class _Recipe(NamedTuple):
@@ -286,8 +264,7 @@ class MergingSource(Merging):
     False for an engine that serves the adapter itself, and gets the base as it is.
 
     Peak device memory next to the buckets: ``GATHER_BYTES``, or the factors of one bucket's weights where those are
-    larger, twice, and this rank's part of them once more; in fp32 ``LONGEST_CHUNK`` elements and two rows, and with
-    DoRA as many once more.
+    larger, twice, and this rank's part of them once more; in fp32 ``LONGEST_CHUNK`` elements and two rows.
     """
 
     def __init__(
@@ -330,25 +307,28 @@ class MergingSource(Merging):
         for member in shard.members:
             if is_adapter(member.name):
                 recipe.factors.append((member.name, adapter_part(shard, rank, member)))
-        for part in served_parts(shard.base, shard.members, rank, self._weights):
-            if part.base.views:
-                targets = self._targets(part)
-                merge = self.merger(targets, part.base.first(rank)) if targets and self._merges else None
-                recipe.exported.append((part, targets, merge))
+        part = served_part(shard.base, shard.members, rank)
+        if part.base.views:
+            targets = self._targets(part)
+            merge = self.merger(targets, part.base.first(rank)) if targets and self._merges else None
+            recipe.exported.append((part, targets, merge))
         return recipe
 
     def _targets(self, part: Excerpt) -> tuple[Target, ...]:
-        found: dict[int, list[Target]] = {}
+        found: list[Target] = []
         for member in part.members:
-            weight = self._weights.get(member.name)
-            if weight is not None:
-                if self._merges and member.strides is not None:
-                    raise ValueError(
-                        f"LoRA weight {member.name!r} of shape {member.shape} has strides {member.strides}: weight "
-                        f"sync merges into contiguous weights. Make it contiguous() in the model, or {TURN_OFF}."
-                    )
-                found.setdefault(member.start, targets_of(weight, member.start, member.shape))
-        return tuple(chain(*found.values()))
+            if (weight := self._weights.get(member.name)) is None:
+                continue
+            tied = [each.name for each in part.members if each.start == member.start]
+            if self._merges and len(tied) > 1:
+                raise ValueError(f"the adapter changes {member.name!r}, but {' and '.join(tied)} are {TIED}.")
+            if self._merges and member.strides is not None:
+                raise ValueError(
+                    f"LoRA weight {member.name!r} of shape {member.shape} has strides {member.strides}: weight sync "
+                    f"merges into contiguous weights. Make it contiguous() in the model, or {TURN_OFF}."
+                )
+            found += targets_of(weight, member.start, member.shape)
+        return tuple(found)
 
     def weights_in(self, base: int) -> list[Weight]:
         return list({target.weight.name: target.weight for target in self.exported[base][1]}.values())
@@ -358,29 +338,5 @@ class MergingSource(Merging):
         return sum(self.factors.shards[key].base.numel for key in keys) * torch.float32.itemsize
 
     def gather(self, bases: tuple[int, ...]) -> Generator[None, None, None]:
-        """A row may be spread over ranks, so the squares of its norm are summed over all of them."""
         keys = tuple(dict.fromkeys(key for base in bases for weight in self.weights_in(base) for key in weight.keys))
         self.gathered = yield from self.factors.gather(keys, self.group if keys else None, torch.float32)
-        parts = (self.exported[base] for base in bases)
-        todo = [(shard, target) for shard, targets in parts for target in targets if target.weight.magnitude]
-        if not todo:
-            return
-        sums = torch.zeros(sum(target.scales for _, target in todo), device=self._device)
-        pieces = sums.split([target.scales for _, target in todo])
-        for (shard, target), piece in zip(todo, pieces, strict=True):
-            self._add_squares(shard, target, piece)
-            if len(shard.base.lengths) == 1 and self.group is not None:
-                piece /= dist.get_world_size(self.group)  # every rank holds all of it
-        if self.group is not None:
-            yield
-            take_part(dist.all_reduce(sums, group=self.group, async_op=True), self._device, self._timeout)
-        for (_, target), piece in zip(todo, pieces, strict=True):
-            magnitude = self.gathered[target.weight.magnitude or ""]
-            self.scales[target.weight.name] = magnitude.reshape(-1) / piece.sqrt()
-
-    def _add_squares(self, shard: Shard, target: Target, sums: torch.Tensor) -> None:
-        run, first = shard.local(), shard.base.first(self.rank)
-        for begin, count in chunks_of(run.numel()):
-            if target.overlaps(first + begin, count):
-                part = run[begin : begin + count].to(self._device, non_blocking=True)
-                self._scratch.add_squares(part, steps_of([target], first + begin, count), self.gathered, sums)

@@ -128,6 +128,3 @@ class ScriptTrainer(TrainerBackend):
     @property
     def architectures(self) -> tuple[str, ...]:
         return tuple(self.engine.config.get("architectures") or ())
-
-    def untied_ends(self) -> list[str]:
-        return [] if self._inner is None else self._inner.untied_ends()

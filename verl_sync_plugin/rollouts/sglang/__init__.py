@@ -43,7 +43,6 @@ from verl_sync_plugin.rollouts.sglang.refusals import (  # noqa: F401  (some are
     refuse_family,
     refuse_keys,
     refuse_quantization,
-    refuse_untied,
 )
 
 if TYPE_CHECKING:

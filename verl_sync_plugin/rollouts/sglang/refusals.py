@@ -17,7 +17,6 @@ from typing import Any
 
 from verl_sync_plugin.config import refusals
 from verl_sync_plugin.config.settings import PREFIX, TURN_OFF, lora_rank_of, section
-from verl_sync_plugin.lora.settings import LEAVE_OUT, PEFT_KEY
 from verl_sync_plugin.lora.settings import PREFIX as MODEL
 
 ARGUMENTS = f"{PREFIX}.engine_kwargs.sglang"
@@ -100,24 +99,11 @@ UNSYNCABLE = {
     "DeepseekV4ForCausalLM": "its loader rearranges a parameter after its first load, and after no other",
 }
 
-# SGLang's classes (0.5.12) that cannot be launched untied: an adapter makes two weights of embedding and head, and
-# these have one, whatever tie_word_embeddings says
-_COMPUTES = (
-    *_classes("Cohere Cohere2 Gemma Gemma2 Gemma3n GPTBigCode"),
-    *("Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration", "GPT2LMHeadModel"),
-)
-_SKIPS = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
-ALWAYS_TIED = {
-    **dict.fromkeys(_COMPUTES, "computes logits with the embedding"),
-    **dict.fromkeys(_SKIPS, "skips lm_head.weight when it loads"),
-}
-
 # Modules that SGLang computes in one, and of which of them it needs factors if it gets any
 TOGETHER = ((("q_proj", "k_proj", "v_proj"), ("q_proj", "v_proj")), (("gate_proj", "up_proj"), ("gate_proj",)))
 # Fields of PEFT's LoraConfig that SGLang drops or misreads
 UNSERVABLE = (  # of these, use_rslora: it scales by alpha / r whatever that says
-    "use_dora", "use_rslora", "modules_to_save", "bias", "lora_bias", "target_parameters", "rank_pattern",
-    "alpha_pattern", "fan_in_fan_out",
+    "use_rslora", "bias", "target_parameters", "rank_pattern", "alpha_pattern", "fan_in_fan_out",
 )  # fmt: skip
 # Architectures of which a sync writes all that the engine's sleep loses: every parameter, and what is computed of them.
 # Their models hold no other tensor but buffers, which SGLang brings back itself. All others keep a host copy.
@@ -290,16 +276,6 @@ def reason_against(architecture: str, config: Mapping[str, Any]) -> str:
         method = quantization.get("quant_method", "a quantization_config")
         return f"with {method} cannot be synced to SGLang: weights travel unquantized, and its checkpoint is quantized"
     return ""
-
-
-def refuse_untied(architectures: Iterable[str], where: str) -> None:
-    for name in architectures:
-        if name in ALWAYS_TIED:
-            raise ValueError(
-                f"{where}: it changes the embedding or the head, and SGLang's {name} {ALWAYS_TIED[name]}, so it cannot "
-                f"serve two different ones. {LEAVE_OUT}, or with actor_rollout_ref.actor.strategy=fsdp2 train one "
-                f"copy for both: +{PEFT_KEY}.modules_to_save=[embed_tokens] and +{PEFT_KEY}.ensure_weight_tying=True."
-            )
 
 
 def refuse_adapter(settings: Mapping[str, Any], keys: Mapping[str, str]) -> None:

@@ -9,7 +9,6 @@ engine. What each mode keeps and costs: ``docs/design/pause.md``.
 from __future__ import annotations
 
 import asyncio
-import json
 import multiprocessing
 import os
 import time
@@ -29,7 +28,6 @@ from verl_sync_plugin import compat
 from verl_sync_plugin.config.settings import SEPARATE_BACKEND, TURN_OFF, sync_config_of
 from verl_sync_plugin.errors import HalfWrittenError
 from verl_sync_plugin.log import say, say_unused
-from verl_sync_plugin.lora.settings import unties_embeddings
 from verl_sync_plugin.report import say_without_metrics
 from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS, WeightsGate
 from verl_sync_plugin.rollouts.sglang.refusals import (
@@ -85,11 +83,6 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         loaders = list(sglang_kwargs.get("custom_weight_loader", None) or [])
         ours = [self.loader, *([ADAPTER_CHECK] if self.lora_as_adapter else [])]
         sglang_kwargs["custom_weight_loader"] = [*loaders, *(each for each in ours if each not in loaders)]
-        if not self.lora_as_adapter and unties_embeddings(self.model_config):
-            # A merged adapter changes embedding or head: a tied engine cannot hold both
-            given = json.loads(sglang_kwargs.get("json_model_override_args") or "{}")
-            sglang_kwargs["json_model_override_args"] = json.dumps({**given, "tie_word_embeddings": False})
-            say("rollout server: embedding and head untied")
         if draft := draft_of(sglang_kwargs):  # no sync writes its weights
             sglang_kwargs["enable_draft_weights_cpu_backup"] = True
             sglang_kwargs.setdefault("speculative_draft_load_format", "auto")  # else as the target: dummy, most often
