@@ -205,12 +205,12 @@ def outcome(
     plan, comparison = manager.planned, manager.comparison
     assert plan is not None and comparison.map is not None
     left, total = comparison.map.left, len(plan.names)
-    assert manager.report.replayed_tensors == total - len(left)
+    assert manager.report.replayed_tensors == (0 if comparison.map.own else total)
     unlike = {name: why for name, why in comparison.left_out.items() if name != DERIVED}
     kept = [each.name for each, *_ in comparison.unwritten]
     known = SGLangModel(engine, rank)
     skipped = {reason for name in plan.names if (reason := known.why_skipped(name))}
-    said = [_how({str(each.tensor): each.why for each in left}, total)]
+    said = [_how(sorted({each.why for each in left} or {*filter(None, [comparison.map.own])}))]
     if unlike:
         why = "; ".join(sorted(set(unlike.values())))
         said.append(f"{len(unlike)} of {total} not compared in the engine: {why}")
@@ -221,13 +221,11 @@ def outcome(
     return "; ".join([*said, *(f"some left alone: {reason}" for reason in sorted(skipped))])
 
 
-def _how(left: dict[str, str], total: int) -> str:
+def _how(left: list[str]) -> str:
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, left)
-    if not (most := max(map(len, by_rank))):
-        return "exact, replayed"
-    why = "; ".join(sorted({reason.partition(":")[0] for reasons in by_rank for reason in reasons.values()}))
-    return f"exact, {most} of {total} tensors by the model's own path: {why}"
+    why = "; ".join(sorted({reason.partition(":")[0] for reasons in by_rank for reason in reasons}))
+    return f"exact, by the model's own path: {why}" if why else "exact, replayed"
 
 
 def in_turn(folder: Path, cells: Mapping[str, Callable[[Path], str]]) -> dict[str, str]:

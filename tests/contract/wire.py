@@ -101,6 +101,6 @@ class Wire:
 
     @property
     def left(self) -> dict[str, str]:
-        """Lists what the model loads itself, and why."""
+        """Lists what is no mere copy, so the model loads everything itself, and why."""
         names = sorted(self.plan.names)
         return {names[left.tensor]: left.why for left in self.load.map.left}

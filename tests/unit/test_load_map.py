@@ -197,8 +197,9 @@ def test_whose_bytes_are_counted() -> None:
     assert list(numbers) == ["embed", "head", "odd", "strange", "z"]
     owners = maps.owners_of(buckets)
     assert owners == {0: 1, 1: 1, 2: -1, 3: -1, 4: 4}
-    copied = moved((0, WHOLE), (1, UPPER), (2, WHOLE), left=(Left(4, "", "", ()),))
-    assert maps.read_parts(copied, buckets, owners) == [(1, WHOLE), (1, UPPER), (2, None), (4, None)]
+    copied, own = (moved((0, WHOLE), (1, UPPER), (2, WHOLE), (4, WHOLE), own=why) for why in ("", "it computes"))
+    assert maps.read_parts(copied, buckets, owners) == [(1, WHOLE), (1, UPPER), (4, WHOLE), (2, None)]
+    assert maps.read_parts(own, buckets, owners) == [(1, None), (2, None), (4, None)]
 
 
 ALL = Box(0, 0, ((96, 1, 1),))

@@ -4,13 +4,12 @@
 One dry load (``recorder.py``) proposes it. A load of marks proves it: the model's own ``load_weights`` is given random
 numbers in place of weights, and what then lies where a tensor is said to go must be the marks that were given, compared
 by hash. Unlike weights, marks are never alike (norms are all ones, biases all zeros), so nothing that is mixed up looks
-right. What is left to the model's own load is then loaded alone, over memory in which every bit is turned: that must
-write what the whole load has left there, and what it does not write is known.
+right. Where the load does more than copy, the model loads everything itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ from verl_sync_plugin.layout.load_map import (
     Left,
     LoadMap,
     Move,
+    Pairs,
     Spans,
     StateTensor,
     Storage,
@@ -43,13 +43,12 @@ from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import SCALE, align, dtype_name
 
 CHUNK_BYTES = 256 << 20  # of marks given to the model in one call; bounds the memory that they take
-ON_DEVICE = 1 << 30  # bytes to be compared of what is left to the model; more are kept on the host
 SEED = 20_251
+POISON = 0xA5  # every byte, before the load of marks, of what it is to write and no tensor holds
 FP8 = torch.float8_e4m3fn
 FINITE = -0x4001  # clears the highest bit of every exponent, in bf16, fp16 and the upper half of fp32
 MOST_RUNS = 1 << 14  # of one copy
 SHORT_RUN = 32  # bytes; what lies in shorter ones is brought into the tensor's order before it is hashed
-ELSEWHERE = "its load puts it elsewhere than was recorded"
 Lies = dict[str, tuple[object, ...]]
 
 
@@ -136,10 +135,9 @@ class _Introduction:
         self._numbers = {source.name: number for number, source in enumerate(self._by_number)}
         self._moves: list[Move] = []
         self._constants: list[Constant] = []
-        self._from_nowhere: list[tuple[int, Spans]] = []  # writes that come from no tensor and are no plain constant
+        self._own = ""
         self._left: dict[str, str] = {}
         self._not_held: dict[str, str] = {}
-        self._theirs: list[tuple[int, Spans]] = []
 
     @torch.no_grad()
     def run(self) -> tuple[LoadMap, Storages, frozenset[str]]:
@@ -147,33 +145,33 @@ class _Introduction:
         # Keeps old tensors alive: else what a load allocates takes the identity of what it replaces
         alive = dict(model_tensors(model.module))
         before, storages = _lies(model.module), {name: storage_of(tensor) for name, tensor in alive.items()}
-        self._recording = recording = record(model, self._sources)
-        self._unfixed = _moved(before, _lies(model.module))
+        recording = record(model, self._sources)
+        unfixed = _moved(before, _lies(model.module))
         self._storages = Storages(model.module)
-        odd = {storages[name]: f"its load lays {name} out again" for name in self._unfixed if name in storages}
+        odd = {storages[name]: f"its load lays {name} out again" for name in unfixed if name in storages}
         if not model.can_derive:
             computed_from = recording.computed_from - {storage_of(each) for each in model.refreshed}
             odd |= dict.fromkeys(computed_from, "its load computes from it")
         self._propose(recording, odd)
-        self._prove()
+        self._prove(unfixed)
         self._add_constants()
+        own = next((f"{name} {why}" for name, why in self._left.items()), self._own)
         found = LoadMap(
-            f"{model.engine}'s {model.name}", self._storages.table, tuple(self._moves),
-            tuple(self._constants), self._leftovers(), tuple((n, pairs_of(s)) for n, s in self._theirs),
+            f"{model.engine}'s {model.name}", self._storages.table, tuple(self._moves), tuple(self._constants),
+            own, self._leftovers(recording), self._theirs(unfixed) if own else (),
             tuple((number, why) for name, number in self._numbers.items() if (why := model.why_skipped(name))),
             tuple((self._numbers[name], why) for name, why in self._not_held.items()),
             bool(recording.computed_from) and model.can_derive,
         )  # fmt: skip
-        return found, self._storages, frozenset(self._unfixed)
+        return found, self._storages, frozenset(unfixed)
 
     # ---------------------------------------------------------------------------------------------- what is proposed
     def _propose(self, recording: Recording, odd: Mapping[int, str]) -> None:
-        """Makes of a recording the state that it leaves: of each byte, who wrote it last. What only an order of writes
-        gives is left to the model."""
+        """Makes of a recording the state that it leaves: of each byte, who wrote it last."""
         left, not_held = self._left, self._not_held
         left.update(recording.refused)
         not_held.update(recording.refused)
-        writes = [
+        writes = self._writes = [
             _Writing(write, storage)
             for write in recording.writes
             if write.target.numel() and (storage := self._storages.of(write.target)) is not None
@@ -187,30 +185,18 @@ class _Introduction:
             if each.box is not None and (why := self._why_no_move(each)):
                 left.setdefault(each.name, why)
                 not_held.setdefault(each.name, why)
-        pairs = list(_overlapping(writes))
-        before = -1
-        while before != len(left):
-            before = len(left)
-            for each in writes:
-                each.dead, each.clipped, each.mixed = False, None, False
-            for earlier, later in pairs:
-                _settle(earlier, later, left)
-        self._writes = writes
-        for each in writes:
-            if each.dead:
-                continue
+        for earlier, later in _overlapping(writes):
+            _settle(earlier, later, left)
+        for each in (each for each in writes if not each.dead):
             if each.box is not None and each.name not in not_held:
                 dtype = dtype_name(each.write.target.dtype)
                 self._moves.append(Move(self._numbers[each.name], each.storage, dtype, each.box))
-            elif each.name:
-                self._theirs.append((each.storage, each.spans))
             elif isinstance(each.write.source, float):
-                rest = each.spans if each.clipped is None else each.clipped
                 bits = torch.full((1,), each.write.source, dtype=each.write.target.dtype).view(torch.uint8)
-                if len(rest):
-                    self._constants.append(Constant(each.storage, pairs_of(rest), bits.numpy().tobytes()))
-            elif not each.mixed:
-                self._from_nowhere.append((each.storage, each.spans))
+                if len(each.rest):
+                    self._constants.append(Constant(each.storage, pairs_of(each.rest), bits.numpy().tobytes()))
+            elif not each.name:
+                self._own = "its load writes what it computes in addition to the tensors"
 
     def _why_no_move(self, each: _Writing) -> str:
         assert each.box is not None
@@ -222,58 +208,40 @@ class _Introduction:
         return f"is kept on {device}, not on {self._device}" if device != self._device else ""
 
     # ------------------------------------------------------------------------------------------------ what is proven
-    def _prove(self) -> None:
-        storages, lies = self._storages, _lies(self._model.module)
-        buffers = self._buffers()
-        given = _Hashes(self._moves, self._by_number, self._device)
-        self._load(given=given)
-        if more := _moved(lies, _lies(self._model.module)) - self._unfixed:
-            why = f"its load lays {min(more)} out again"
-            self._leave_all(why)
-            self._not_held = dict.fromkeys(self._numbers, why)
-            self._unfixed |= more
-            self._moves, self._constants, self._from_nowhere = [], [], []
-            self._storages = storages = Storages(self._model.module)
-        else:
-            storages.refresh()
-            wrong = given.wrong(storages.flats)
-            for name in {self._by_number[move.tensor].name for move in wrong}:
-                self._not_held[name] = self._left.setdefault(name, ELSEWHERE)
-            self._moves = [move for move in self._moves if self._by_number[move.tensor].name not in self._not_held]
-            lasting = [each for each in self._constants if _holds(each, storages.flats[each.storage])]
-            if len(lasting) < len(self._constants) and not self._left:
-                self._leave_all("is loaded next to a constant that changes")
-            self._constants = lasting
-            self._look_at_writes_from_nowhere()
-        for name in list(self._left):  # alone, the model would hold it back for good
-            other = partner_of(name, self._model.fused_pairs)
-            if other in self._numbers:
-                self._left.setdefault(str(other), self._left[name])
-        self._theirs = []
-        if self._left and not self._load_alone(buffers):
-            self._leave_all("given alone, the model loads it otherwise")
-            self._load()
-            self._load_alone(buffers)
-
-    def _leave_all(self, why: str) -> None:
-        for name in self._numbers:
-            self._left.setdefault(name, why)
-
-    def _load(self, only: Iterable[str] | None = None, seed: int = SEED, given: _Hashes | None = None) -> None:
-        """Has the model load marks: all of them, or some. The same ones for the same seed."""
-        wanted = None if only is None else set(only)
-        for number, chunk in enumerate(_chunks(self._sources, self._owners, self._model)):
-            if wanted is not None and wanted.isdisjoint(source.name for source in chunk):
-                continue
-            marks = _marks(chunk, self._owners, torch.Generator(self._device).manual_seed(seed + number))
-            if given is not None:
-                given.note(marks)
-            self._model.load_weights(iter([(m.name, m.tensor) for m in marks if wanted is None or m.name in wanted]))
+    def _prove(self, unfixed: set[str]) -> None:
+        """Has the model load marks. Raises ValueError where it does not do what was recorded."""
+        model, flats = self._model, self._storages.flats
+        lies, given = _lies(model.module), _Hashes(self._moves, self._by_number, self._device)
+        unproven = [(w.storage, w.rest) for w in self._writes if not w.dead and (not w.name or w.name in self._left)]
+        for storage, spans in unproven:
+            for first, end in spans.tolist():
+                flats[storage][first:end].fill_(POISON)
+        for number, chunk in enumerate(_chunks(self._sources, self._owners, model)):
+            marks = _marks(chunk, self._owners, torch.Generator(self._device).manual_seed(SEED + number))
+            given.note(marks)
+            model.load_weights(iter([(mark.name, mark.tensor) for mark in marks]))
+        if more := _moved(lies, _lies(model.module)) - unfixed:
+            raise ValueError(f"the load of {model.name} lays {min(more)} out again, and did not when it was recorded")
         self._storages.refresh()
+        flats = self._storages.flats
+        for storage, spans in unproven:
+            parts = (flats[storage][first:end] for first, end in spans.tolist())
+            if len(spans) and all(part.amin() == part.amax() == POISON for part in parts):
+                name = self._storages.table[storage].name
+                raise ValueError(f"the load of {model.name} does not write {name}, and did when it was recorded")
+        wrong = {self._by_number[move.tensor].name for move in given.wrong(flats)}
+        for name in sorted(wrong - self._left.keys()):
+            raise ValueError(f"the load of {model.name} puts {name} elsewhere than when it was recorded")
+        self._not_held.update((name, self._left[name]) for name in wrong)
+        self._moves = [move for move in self._moves if self._by_number[move.tensor].name not in self._not_held]
+        lasting = [each for each in self._constants if _holds(each, flats[each.storage])]
+        if len(lasting) < len(self._constants):
+            self._own = "it is loaded next to a constant that changes"
+        self._constants = lasting
 
     def _add_constants(self) -> None:
         """Those of parameters that the engine sets where no checkpoint has them, and this one has not."""
-        written = {move.storage for move in self._moves} | {storage for storage, _ in self._theirs}
+        written = {each.storage for each in self._writes}
         for name, value in self._model.constants.items():
             tensor = self._model.module.get_parameter(name)
             storage = self._storages.of(tensor)
@@ -282,97 +250,24 @@ class _Introduction:
                 span = box_spans(box_between(tensor, tensor), False, tensor.element_size())
                 self._constants.append(Constant(storage, pairs_of(spans_of([span])), bits))
 
-    def _look_at_writes_from_nowhere(self) -> None:
-        """Makes constants of those that are the same after a load of other marks."""
-        if not self._from_nowhere:
-            return
-        flats = self._storages.flats
-        found = [(storage, first, end) for storage, spans in self._from_nowhere for first, end in spans.tolist()]
-        held = [(storage, first, end, flats[storage][first:end].clone()) for storage, first, end in found]
-        self._load(seed=SEED << 8)
-        flats = self._storages.flats
-        if all(bool((flats[storage][first:end] == was).all()) for storage, first, end, was in held):
-            self._constants += [
-                Constant(storage, ((first, end),), was.cpu().numpy().tobytes()) for storage, first, end, was in held
-            ]
-        else:
-            self._leave_all("its load writes what it computes in addition to the tensors")
-        if self._left:
-            self._load()  # what is loaded alone is compared with it
-
-    def _load_alone(self, buffers: Mapping[str, torch.Tensor]) -> bool:
-        """Loads what is left alone, and finds out what that writes. Returns whether it is what the whole load has
-        written.
-
-        Args:
-            buffers: ``_buffers`` before the first load.
-        """
-        storages, whole = self._storages, self._buffers()
-        changed = [name for name, was in buffers.items() if name not in whole or not _same(was, whole[name])]
-        computed = [] if self._model.can_derive else changed
-        free = self._free()
-        many = sum(end - first for _, first, end in free) > ON_DEVICE
-        before = []
-        for number, first, end in free:
-            part = storages.flats[number][first:end]
-            before.append((number, first, part.cpu() if many else part.clone()))
-        for number, first, end in free:
-            storages.flats[number][first:end].bitwise_not_()
-        for name in computed:
-            flat_storage(self._model.module.get_buffer(name)).fill_(0xA5)
-        self._load(only=self._left)
-        alone = self._buffers()
-        same = all(_same(whole[name], alone[name]) for name in computed if name in whole)
+    def _theirs(self, unfixed: set[str]) -> tuple[tuple[int, Pairs], ...]:
+        """All that the model's own load writes."""
         found: dict[int, list[np.ndarray]] = {}
-        recorded: dict[int, list[np.ndarray]] = {}  # what it writes of these where it is given everything
-        for each in (each for each in self._writes if each.name in self._left and self._moves):
-            recorded.setdefault(each.storage, []).append(each.spans)
-        for number, first, was in before:
-            part = self._storages.flats[number][first : first + len(was)]
-            now = part.cpu() if many else part
-            written, turned = now == was, now == ~was
-            lacking, expected = _true_spans(turned) + first, spans_of(recorded.get(number, ()))
-            same = same and bool((written | turned).all()) and length(without(lacking, expected)) == length(lacking)
-            found.setdefault(number, []).append(_true_spans(written) + first)
-            part.copy_(torch.where(turned, was, now))  # what no load writes is as it was
-        for number, storage in enumerate(storages.table):
-            found.setdefault(number, []).extend(
-                box_spans(t.box, False, size_of(t.dtype)) for t in storage.tensors if t.name in self._unfixed
-            )
-        self._theirs = [(number, spans) for number, parts in found.items() if len(spans := spans_of(parts))]
-        return same
-
-    def _free(self) -> list[tuple[int, int, int]]:
-        """The persistent bytes that no copy and no constant accounts for: storage, first, one past the last."""
-        claimed: dict[int, list[np.ndarray]] = {}
-        left = {self._numbers[name] for name in self._left}
-        for move in self._moves:
-            if move.tensor not in left:
-                claimed.setdefault(move.storage, []).append(box_spans(move.box, False, size_of(move.dtype)))
-        for constant in self._constants:
-            claimed.setdefault(constant.storage, []).append(np.array(constant.spans))
-        free = []
+        for each in self._writes:
+            found.setdefault(each.storage, []).append(each.spans)
         for number, storage in enumerate(self._storages.table):
-            kept = [box_spans(t.box, False, size_of(t.dtype)) for t in storage.tensors if t.name not in self._unfixed]
-            rest = without(spans_of(kept), spans_of(claimed.get(number, ())))
-            free += [(number, first, end) for first, end in rest.tolist()]
-        return free
+            again = [box_spans(t.box, False, size_of(t.dtype)) for t in storage.tensors if t.name in unfixed]
+            found.setdefault(number, []).extend(again)
+        return tuple((number, pairs_of(spans_of(parts))) for number, parts in found.items())
 
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        """Copies of what is neither parameter nor in a checkpoint, of which a load may compute something."""
-        persistent = self._model.module.state_dict(keep_vars=True)
-        return {n: b.clone() for n, b in self._model.module.named_buffers() if n not in persistent}
-
-    def _leftovers(self) -> tuple[Left, ...]:
-        recording = self._recording
+    def _leftovers(self, recording: Recording) -> tuple[Left, ...]:
         parts: dict[str, list[np.ndarray]] = {}
         dtypes: dict[str, str] = {}
-        for each in self._writes:
-            if each.name in self._left:
-                dtype, known = dtype_name(each.write.target.dtype), dtypes.get(each.name)
-                dtypes[each.name] = dtype if known is None or size_of(dtype) > size_of(known) else known
-                if each.box is not None and not each.dead:
-                    parts.setdefault(each.name, []).append(box_spans(each.box, True))
+        for each in (each for each in self._writes if each.name in self._left):
+            dtype = dtype_name(each.write.target.dtype)
+            dtypes[each.name] = max(dtype, dtypes.get(each.name, dtype), key=size_of)
+            if each.box is not None and not each.dead:
+                parts.setdefault(each.name, []).append(box_spans(each.box, True))
         found = []
         for name, why in self._left.items():
             source = self._by_number[self._numbers[name]]
@@ -391,10 +286,9 @@ class _Writing:
     Attributes:
         dead: nothing of it lasts.
         clipped: of a constant, what lasts.
-        mixed: it is left to the model, with a tensor that is written there, too.
     """
 
-    dead = mixed = False
+    dead = False
     clipped: Spans | None = None
 
     def __init__(self, write: Write, storage: int) -> None:
@@ -414,6 +308,10 @@ class _Writing:
             self._spans = spans_of([box_spans(box, False, self.write.target.element_size())])
         return self._spans
 
+    @property
+    def rest(self) -> Spans:
+        return self.spans if self.clipped is None else self.clipped
+
 
 def _overlapping(writes: Sequence[_Writing]) -> Iterator[tuple[_Writing, _Writing]]:
     """Pairs of writes that share bytes, the earlier one first."""
@@ -428,25 +326,18 @@ def _overlapping(writes: Sequence[_Writing]) -> Iterator[tuple[_Writing, _Writin
 
 
 def _settle(earlier: _Writing, later: _Writing, left: dict[str, str]) -> None:
+    """Decides about bytes that are written twice. What only an order of writes gives is left to the model."""
     if earlier.dead or later.dead:
         return
     if not earlier.name and isinstance(earlier.write.source, float):  # a constant as ground
-        earlier.clipped = without(earlier.spans if earlier.clipped is None else earlier.clipped, later.spans)
-        return
-    mixed = (earlier.name in left) != (later.name in left)
-    covered = not len(without(earlier.spans, later.spans))
-    again = later.box is not None or not (earlier.name or later.name)
-    if covered and again and not (mixed and earlier.name in left):
+        earlier.clipped = without(earlier.rest, later.spans)
+    elif later.box is not None and not len(without(earlier.spans, later.spans)):
         earlier.dead = True  # the same tensor again, or another one over it, whose bytes then count as unused
-        return
-    why = "is written where the load writes something else, too"
-    if earlier.name and isinstance(later.write.source, float):
-        why = "is overwritten by a constant in part"
-    elif mixed:
-        why = "is written where the model's own load writes, too"
-    earlier.mixed = later.mixed = True
-    for name in {earlier.name, later.name} - {""}:
-        left.setdefault(name, why)
+    else:
+        constant = isinstance(later.write.source, float)
+        why = "is overwritten by a constant in part" if constant else "is written where the load writes more than it"
+        for name in {earlier.name, later.name} - {""}:
+            left.setdefault(name, why)
 
 
 # ----------------------------------------------------------------------------------------------------------- marks
@@ -615,17 +506,6 @@ def _moved(before: Lies, after: Lies) -> set[str]:
     return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    bits = [each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
-    return bool(torch.equal(*bits))
-
-
 def _holds(constant: Constant, flat: torch.Tensor) -> bool:
     bits = torch.frombuffer(bytearray(constant.bits), dtype=torch.uint8).to(flat.device)
     return all(bool((flat[first:end].view(-1, len(bits)) == bits).all()) for first, end in constant.spans)
-
-
-def _true_spans(flags: torch.Tensor) -> np.ndarray:
-    edge = flags.new_zeros(1)
-    changes = torch.cat((edge, flags)) != torch.cat((flags, edge))
-    return changes.nonzero().flatten().cpu().numpy().astype(np.int64).reshape(-1, 2)

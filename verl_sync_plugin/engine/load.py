@@ -32,7 +32,7 @@ from verl_sync_plugin.layout.load_map import (
 )
 from verl_sync_plugin.layout.strided import Partition, Run, compose, in_rows
 from verl_sync_plugin.layout.tensors import SCALE, Entry, Hull, hulls_of, numbers_of
-from verl_sync_plugin.log import by_reason, say
+from verl_sync_plugin.log import say
 from verl_sync_plugin.transport.memory import Live, Regions
 from verl_sync_plugin.transport.protocol import Held, Manifest
 
@@ -148,8 +148,7 @@ class ModelLoad:
             torch._foreach_zero_(self._zeros)  # a padded model has thousands
         for view, bits in self._bits:
             view.copy_(bits)
-        self._leftovers = Assembler(self._left, self._model.fused_pairs)
-        self._scratch = Assembler(self._by_scratch)
+        self._assembler = Assembler(frozenset(self._names), self._model.fused_pairs if self.map.own else ())
 
     def _introduce(self) -> None:
         numbers = self._numbers
@@ -173,16 +172,15 @@ class ModelLoad:
     def _compile(self) -> None:
         self._compiled, self._live = True, None
         self._copier = Copier(self.device, [t for _, t in model_tensors(self._model.module) if t.numel()])
-        left, hulls = self.map.left_numbers, [hulls_of(entries) for entries in self.manifest.buckets]
+        hulls = [hulls_of(entries) for entries in self.manifest.buckets]
         parts = read_parts(self.map, self.manifest.buckets, self._owners)
         self._whole = {number: part for part, (number, box) in enumerate(parts) if box is None}
         self._moves: dict[str, list[tuple[int, Move]]] = {}  # of the tensors that are copied, with their parts
         part = 0
-        for move in self.map.moves:
-            if move.tensor not in left:
-                counted = self._owners[move.tensor] >= 0  # else hashed whole; the last sum is of what does not count
-                self._moves.setdefault(self._names[move.tensor], []).append((part if counted else len(parts), move))
-                part += counted
+        for move in () if self.map.own else self.map.moves:
+            counted = self._owners[move.tensor] >= 0  # else hashed whole; the last sum is of what does not count
+            self._moves.setdefault(self._names[move.tensor], []).append((part if counted else len(parts), move))
+            part += counted
         self._by_scratch = frozenset(
             name
             for name, moves in self._moves.items()
@@ -194,8 +192,7 @@ class ModelLoad:
         ]
         self._ready = [(self._copier.prepare(w.copies), self._copier.prepare(w.reads)) for w in self._works]
         self._read_sums = torch.zeros(len(parts) + 1, dtype=torch.int64, device=self.device)
-        self.replayed = len(self._names) - len(left)
-        self._left = frozenset(self._names[number] for number in left)
+        self.replayed = 0 if self.map.own else len(self._names)
         flats = self._storages.flats
         views = [(each, view) for each in self.map.constants for view in _views(each, flats[each.storage])]
         self._zeros = [view for each, view in views if not any(each.bits)]
@@ -209,15 +206,13 @@ class ModelLoad:
 
     def _cut(self, entries: tuple[Entry, ...], segment: int, hulls: Sequence[Hull]) -> _Work:
         copies, reads, whole = list[Block](), list[Block](), list[Entry]()
-        left = self.map.left_numbers
         for entry in entries:
             if entry.name in self._by_scratch:
-                whole.append(entry)
                 reads += self._blocks(entry, segment, packed=True)
-            elif self._numbers[entry.name] in left:
-                whole.append(entry)
             else:
                 copies += self._blocks(entry, segment)
+            if self.map.own or entry.name in self._by_scratch:
+                whole.append(entry)
         for hull in hulls if self._whole else ():
             number = self._numbers[hull.names[0]]
             owner = self._owners[number]
@@ -263,14 +258,12 @@ class ModelLoad:
         copies, reads = self._ready[index]
         copies.run(memory, self._read_sums)
         reads.run(memory, self._read_sums, copy=False)
-        if not (whole := self._works[index].whole):
+        whole = self._assembler.tensors(memory, self._works[index].whole)
+        if self.map.own:
+            self._model.load_weights(whole)
             return
-        scratch = [entry for entry in whole if entry.name in self._by_scratch]
-        for name, tensor in self._scratch.tensors(memory, tuple(scratch)):
+        for name, tensor in whole:
             self._copy_moves(name, tensor)
-        if len(whole) > len(scratch):
-            entries = tuple(entry for entry in whole if entry.name not in self._by_scratch)
-            self._model.load_weights(self._leftovers.tensors(memory, entries))
 
     def _copy_moves(self, name: str, tensor: torch.Tensor) -> None:
         """Copies a whole tensor from scratch memory."""
@@ -284,8 +277,8 @@ class ModelLoad:
         """The reason why parameters may not be read where they lie; empty when they may."""
         if self.device.type == "cuda" and not self._copier.kernel:
             return "there is no Triton kernel in the engine"
-        for left in self.map.left:
-            return f"the model loads {self._names[left.tensor]} itself"
+        if self.map.own:
+            return f"the model loads the tensors itself: {self.map.own}"
         for name in self._by_scratch:
             return f"{name} is copied through scratch memory"
         whole = (self._names[number] for number in self._whole)
@@ -358,12 +351,11 @@ class ModelLoad:
         Raises:
             ValueError: a tensor is incomplete.
         """
-        self._leftovers.finish()
-        self._scratch.finish()
+        self._assembler.finish()
         if self.map.derives and self._moves:
             self._model.derive_after_load()
         self._model.refresh_copies()
-        if self.map.left:
+        if self.map.own:
             self._storages.refresh()
 
     # ----------------------------------------------------------------------------------------------- what is reported
@@ -383,10 +375,9 @@ class ModelLoad:
         return Held(sums.cpu().numpy().astype("<i8").tobytes(), tuple(changed))
 
     def _say(self) -> None:
-        how, many = "the kernel" if self._copier.kernel else "plain copies", len(self._names)
-        say(f"{many - len(self.map.left)} of {many} tensors go by {how}")
-        for line in by_reason("through load_weights", ((self._names[left.tensor], left.why) for left in self.map.left)):
-            say(line)
+        how = "the kernel" if self._copier.kernel else "plain copies"
+        how = f"the model's own load ({self.map.own})" if self.map.own else how
+        say(f"{len(self._names)} tensors go by {how}")
 
 
 class _HeldWork:

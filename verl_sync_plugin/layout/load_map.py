@@ -138,7 +138,7 @@ class Storage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Left(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor that the model's own load has to load.
+    """A tensor with which the model's own load does more than copy it.
 
     Attributes:
         tensor: its number.
@@ -159,8 +159,9 @@ class LoadMap(msgspec.Struct, frozen=True, array_like=True, dict=True):
     storages: the storages of the model.
     moves: what a load copies. Of tensors in ``left`` too, where it was found in the model as the trainer has it.
     constants: what a sync writes in addition.
-    left: what a sync leaves to the model's own load.
-    theirs: what that load writes: storage, and spans of bytes.
+    own: why a sync leaves all tensors to the model's own load; empty where it copies them.
+    left: the tensors that are no mere copies.
+    theirs: what the own load writes: storage, and spans of bytes.
     skipped: tensors that the model rightly leaves alone, and why.
     not_held: tensors of which it is not known where they lie after a load, and why.
     derives: the model computes something from parameters after a load.
@@ -172,16 +173,13 @@ class LoadMap(msgspec.Struct, frozen=True, array_like=True, dict=True):
     storages: tuple[Storage, ...] = ()
     moves: tuple[Move, ...] = ()
     constants: tuple[Constant, ...] = ()
+    own: str = ""
     left: tuple[Left, ...] = ()
     theirs: tuple[tuple[int, Pairs], ...] = ()
     skipped: tuple[tuple[int, str], ...] = ()
     not_held: tuple[tuple[int, str], ...] = ()
     derives: bool = False
     fp8: tuple[tuple[int, int, int], ...] = ()
-
-    @cached_property
-    def left_numbers(self) -> frozenset[int]:
-        return frozenset(left.tensor for left in self.left)
 
     @cached_property
     def digest(self) -> str:
@@ -330,7 +328,7 @@ def wire_dtypes(names: Sequence[str], maps: Iterable[LoadMap]) -> dict[str, str]
     Tensors that none of them takes are not in it."""
     found: dict[int, str] = {}
     for each in maps:
-        needed = [(move.tensor, move.dtype) for move in each.moves if move.tensor not in each.left_numbers]
+        needed = [(move.tensor, move.dtype) for move in each.moves]
         needed += [(left.tensor, left.dtype) for left in each.left]
         for number, dtype in dict.fromkeys(needed):
             before = found.setdefault(number, dtype)
@@ -363,12 +361,9 @@ HashedPart = tuple[int, Box | None]  # of which tensor, and which elements; ``No
 def read_parts(found: LoadMap, buckets: Sequence[Sequence[Entry]], owners: Mapping[int, int]) -> list[HashedPart]:
     """Lists what an engine rank hashes of what it reads, in the order of its sums: every move that it copies, and all
     that is hashed whole: what the model loads, and what is tied in part."""
-    names = numbers_of(buckets)
-    left = found.left_numbers
-    parts: list[HashedPart] = [
-        (owners[move.tensor], move.box) for move in found.moves if move.tensor not in left and owners[move.tensor] >= 0
-    ]
-    whole = {owners[number] for number in left if owners[number] >= 0}
+    names, moves = numbers_of(buckets), () if found.own else found.moves
+    parts: list[HashedPart] = [(owners[move.tensor], move.box) for move in moves if owners[move.tensor] >= 0]
+    whole = {owner for owner in owners.values() if found.own and owner >= 0}
     if any(owner < 0 for owner in owners.values()):
         hulls = (hull for entries in buckets for hull in hulls_of(entries))
         whole.update(names[hull.names[0]] for hull in hulls if owners[names[hull.names[0]]] < 0)
