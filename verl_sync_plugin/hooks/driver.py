@@ -105,7 +105,7 @@ def moves(rollout: Any) -> bool:
 
 
 def stepping_aside(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
-    """The line that says why stock verl moves the weights of a run that the plugin cannot serve; empty where it can.
+    """The line that says why stock verl moves the weights, as it does without the plugin; empty where the plugin can.
     Raises ValueError where one of our keys was given, or stock verl would train other parameters."""
     rollout, strategy = actor_rollout_ref.rollout, OmegaConf.select(actor_rollout_ref, "actor.strategy")
     engine = rollout_of(rollout.name)
