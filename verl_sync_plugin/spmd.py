@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from verl_sync_plugin.config.settings import DEFAULT_MEGABYTES, SyncConfig, check_bucket_megabytes
+from verl_sync_plugin.config.settings import DEFAULT_MEGABYTES, SyncConfig, settled_megabytes
 from verl_sync_plugin.errors import RankLostError, RolloutError, SyncError
 from verl_sync_plugin.report import SyncReport, write_report
 from verl_sync_plugin.rollouts import LOCAL, LocalLaunch, LocalSpec, rollout_of
@@ -100,7 +100,7 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
                 if refused is not None:
                     raise refused
                 _refuse_values(gpu_memory_utilization, self.device)
-                check_bucket_megabytes(megabytes, megabytes)
+                settled_megabytes(megabytes, None)
                 folder, model_config = self._model(model, random_weights)
                 self.ranks, cuda = engine_ranks(tensor_parallel_size, mesh), self.device.type == "cuda"
                 spec = LocalSpec(

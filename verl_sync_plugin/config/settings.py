@@ -138,29 +138,12 @@ def lora_rank_of(model: Any) -> int:
     return max(int(model.get("lora_rank", 0) or 0), int(block.get("rank", 0) or 0))
 
 
-def settled_megabytes(short: Any, long: Any, given: bool, stock: int, syncs: bool) -> tuple[Any, Any]:
-    """Values for the short and the long bucket key that both say what the run uses. ``given``: somebody has set the
-    long key; ``stock``: verl's default of it; ``syncs``: the plugin moves the weights; else verl reads it alone."""
-    if not given:
-        default = min(stock, DEFAULT_MEGABYTES) if syncs else stock
-        long = default if short is None else short
-    # Any other value stays where it was given, so that the check names its key
-    if short is None and syncs and isinstance(long, int) and not isinstance(long, bool) and long > 0:
-        short = long
-    return short, long
-
-
-def check_bucket_megabytes(short: Any, long: Any) -> int:
-    """The bucket size in MiB from the short key (``None`` when not given) and the long one."""
-    given = {LONG_BUCKET_KEY: long} if short is None else {SHORT_BUCKET_KEY: short, LONG_BUCKET_KEY: long}
-    for key, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"{key}={value!r}: not a whole number of MiB. Use for example {key}=512.")
-        if value <= 0:
-            raise ValueError(f"{key}={value}: a bucket must hold at least 1 MiB. Use for example {key}=512.")
-    if short is not None and long != short:
-        raise ValueError(
-            f"{SHORT_BUCKET_KEY}={short} and {LONG_BUCKET_KEY}={long} are both given and differ. "
-            "Remove one of them, or give both the same value."
-        )
-    return int(long)
+def settled_megabytes(short: Any, long: Any, given: bool = True) -> int:
+    """The size of a bucket in MiB: the short key's value, else the long key's, of which at most 512 counts unless
+    somebody has ``given`` it. Raises ValueError for another value than a whole number from 1 on."""
+    key, size = (LONG_BUCKET_KEY, long) if short is None else (SHORT_BUCKET_KEY, short)
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise ValueError(f"{key}={size!r}: not a whole number of MiB. Use for example {key}=512.")
+    if size <= 0:
+        raise ValueError(f"{key}={size}: a bucket must hold at least 1 MiB. Use for example {key}=512.")
+    return size if given or short is not None else min(size, DEFAULT_MEGABYTES)

@@ -31,7 +31,6 @@ from verl_sync_plugin.config.settings import (
     SWITCHED_OFF,
     TURN_OFF,
     SyncConfig,
-    check_bucket_megabytes,
     refuse_misplaced,
     refuse_near_misses,
     section,
@@ -45,6 +44,7 @@ from verl_sync_plugin.sharding_manager import known_trainers
 
 # Mains of verl with a rollout that is never given weights
 WITHOUT_SYNC = ("main_generation_server",)
+BUCKET = "update_weights_bucket_megabytes"  # the last word of both keys
 OFF = "weight sync off, stock verl moves the weights"
 
 
@@ -105,7 +105,7 @@ def moves(rollout: Any) -> bool:
 
 
 def stepping_aside(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
-    """The line that says why stock verl moves the weights of a run that the plugin cannot serve; empty where it can.
+    """The line that says why stock verl moves the weights, as it does without the plugin; empty where the plugin can.
     Raises ValueError where one of our keys was given, or stock verl would train other parameters."""
     rollout, strategy = actor_rollout_ref.rollout, OmegaConf.select(actor_rollout_ref, "actor.strategy")
     engine = rollout_of(rollout.name)
@@ -148,7 +148,7 @@ def asked_for(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
         if override.lstrip("+~").startswith((f"{KEY_PREFIX}.", "sync=")):
             return override.lstrip("~")
     rollout = actor_rollout_ref.rollout
-    if (short := rollout.get("update_weights_bucket_megabytes", None)) is not None:
+    if (short := rollout.get(BUCKET, None)) is not None:
         return f"{SHORT_BUCKET_KEY}={short}"
     if sync_config_of(rollout) != SyncConfig():
         return f"{KEY_PREFIX}={OmegaConf.to_container(rollout.custom.sync)}"
@@ -157,16 +157,17 @@ def asked_for(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
 
 def settle_rollout(rollout: DictConfig, resolved: bool) -> None:
     """Checks the rollout config of a run in which the plugin moves the weights, and writes its values."""
-    section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine")
+    engine, stock = section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine"), hydra_source.stock_rollout()
     with read_write(rollout), open_dict(rollout):
         if rollout.get("_target_") == hydra_source.TARGET:
-            _settle_buckets(rollout, resolved, syncs=True)
+            given = hydra_source.given(engine, BUCKET, stock.checkpoint_engine[BUCKET], resolved)
+            rollout[BUCKET] = engine[BUCKET] = settled_megabytes(rollout.get(BUCKET), engine.get(BUCKET), given)
             if not hydra_source.given(rollout, "multi_stage_wake_up", True):
                 rollout.multi_stage_wake_up = True
     check_rollout(rollout)
     if backend_of(rollout) == SEPARATE_BACKEND:  # of all the rollout's keys, verl hands it only these
-        given = OmegaConf.to_container(OmegaConf.select(rollout, "custom.sync") or OmegaConf.create({}), resolve=True)
-        settings = {"sync": given, "dtype": str(rollout.dtype), "rollout": str(rollout.name)}
+        sync = OmegaConf.to_container(OmegaConf.select(rollout, "custom.sync") or OmegaConf.create({}), resolve=True)
+        settings = {"sync": sync, "dtype": str(rollout.dtype), "rollout": str(rollout.name)}
         OmegaConf.update(rollout, f"checkpoint_engine.engine_kwargs.{SEPARATE_BACKEND}", settings, force_add=True)
 
 
@@ -175,26 +176,18 @@ def leave_to_verl(rollout: DictConfig, resolved: bool) -> None:
     stock = hydra_source.stock_rollout()
     with read_write(rollout), open_dict(rollout):
         if rollout.get("_target_") == hydra_source.TARGET:
-            if OmegaConf.is_dict(rollout.checkpoint_engine):
-                _settle_buckets(rollout, resolved, syncs=False)
+            size = rollout.pop(BUCKET, None)
+            if OmegaConf.is_dict(engine := rollout.checkpoint_engine):
+                engine[BUCKET] = engine[BUCKET] if size is None else size
             if not hydra_source.given(rollout, "multi_stage_wake_up", True, resolved):
                 rollout.multi_stage_wake_up = stock.multi_stage_wake_up
             rollout._target_ = stock._target_
-            rollout.pop("update_weights_bucket_megabytes", None)
             if OmegaConf.is_dict(rollout.custom):
                 rollout.custom.pop("sync", None)
             if not rollout.custom and "custom" not in stock:
                 rollout.pop("custom")
         if rollout.get("name") in ROLLOUTS:
             OmegaConf.update(rollout, "custom.sync", {"enabled": False}, force_add=True)
-
-
-def _settle_buckets(rollout: DictConfig, resolved: bool, syncs: bool) -> None:
-    engine, key = rollout.checkpoint_engine, "update_weights_bucket_megabytes"
-    short, long = rollout.get(key, None), engine.get(key, None)
-    stock = hydra_source.stock_rollout().checkpoint_engine[key]
-    given = hydra_source.given(engine, key, stock, resolved)
-    rollout[key], engine[key] = settled_megabytes(short, long, given, stock, syncs)
 
 
 def settle_trainer(actor_rollout_ref: Any) -> None:
@@ -230,11 +223,13 @@ class SyncRolloutConfig(RolloutConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         # No driver has settled these where a program of the user's has composed the config, or a multirun
-        engine, stock = self.checkpoint_engine, CheckpointEngineConfig().update_weights_bucket_megabytes
-        long = engine.update_weights_bucket_megabytes
-        short, long = settled_megabytes(self.update_weights_bucket_megabytes, long, long != stock, stock, is_on(self))
-        object.__setattr__(self, "update_weights_bucket_megabytes", short)  # the configs are frozen
-        object.__setattr__(engine, "update_weights_bucket_megabytes", long)
+        both = self, self.checkpoint_engine
+        short, long, stock = (getattr(each, BUCKET) for each in (*both, CheckpointEngineConfig()))
+        size = long if short is None else short
+        if is_on(self):
+            size = settled_megabytes(short, long, long != stock)
+        for config in both:
+            object.__setattr__(config, BUCKET, size)  # they are frozen
         check_rollout(self)
         if self.name not in ROLLOUTS:
             return
@@ -250,11 +245,8 @@ def check_rollout(rollout: Any) -> None:
     """Checks all keys of a rollout config (dataclass or settled DictConfig)."""
     if not is_on(rollout):
         return
-    engine, key = (
-        section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine"),
-        "update_weights_bucket_megabytes",
-    )
-    check_bucket_megabytes(rollout.get(key, None), engine.get(key, None))
+    engine = section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine")
+    settled_megabytes(rollout.get(BUCKET, None), engine.get(BUCKET, None))
     refuse_values(PREFIX, rollout)
     if moves(rollout):
         rollout_of(rollout.get("name")).refuse_keys(rollout)

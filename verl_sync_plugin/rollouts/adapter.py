@@ -25,7 +25,6 @@ from verl_sync_plugin.config.settings import (
     PREFIX,
     SEPARATE_BACKEND,
     SHARES_GPU,
-    check_bucket_megabytes,
     section,
     sync_config_of,
 )
@@ -216,7 +215,7 @@ class SyncAdapter:
         config, device, mesh = self.config, trainer_device(), self.device_mesh["infer_tp"]
         self._refuse_family()
         manager_class = get_sharding_manager(stream.trainer, str(config.name))
-        megabytes = check_bucket_megabytes(None, config.checkpoint_engine.update_weights_bucket_megabytes)
+        megabytes = int(config.checkpoint_engine.update_weights_bucket_megabytes)
         endpoint = RolloutEndpoint(
             self.rollout,
             calls_of(self.server_actor, Ranks.after_loss) if mesh.get_local_rank() == 0 else None,
