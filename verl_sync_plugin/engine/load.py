@@ -32,7 +32,7 @@ from verl_sync_plugin.layout.load_map import (
     size_of,
 )
 from verl_sync_plugin.layout.strided import Partition, Run, compose, in_rows
-from verl_sync_plugin.layout.tensors import SCALE, Entry, Hull, hulls_of, numbers_of
+from verl_sync_plugin.layout.tensors import SCALE, Entry, hulls_of, numbers_of
 from verl_sync_plugin.log import say
 from verl_sync_plugin.transport.memory import Live, Regions
 from verl_sync_plugin.transport.protocol import Held, Manifest
@@ -163,7 +163,7 @@ class ModelLoad:
 
     def _introduce(self) -> None:
         numbers = self._numbers
-        owners = {name: self._names[o] if (o := self._owners[n]) >= 0 else name for name, n in numbers.items()}
+        owners = {name: self._names[self._owners[number]] for name, number in numbers.items()}
         sources = [Source.of(entry) for entry in self._entries.values()]
         if in_fp8 := kept_in_fp8(self._model, sources):
             rows, columns = self._model.fp8_block
@@ -184,26 +184,22 @@ class ModelLoad:
         self._compiled, self._live = True, None
         self._traffic.clear()
         self._copier = Copier(self.device, [t for _, t in model_tensors(self._model.module) if t.numel()])
-        hulls = [hulls_of(entries) for entries in self.manifest.buckets]
-        parts = read_parts(self.map, self.manifest.buckets, self._owners)
+        parts = read_parts(self.map, self._owners)
         self._whole = {number: part for part, (number, box) in enumerate(parts) if box is None}
         self._moves: dict[str, list[tuple[int, Move]]] = {}  # of the tensors that are copied, with their parts
-        part = 0
-        for move in () if self.map.own else self.map.moves:
-            counted = self._owners[move.tensor] >= 0  # else hashed whole; the last sum is of what does not count
-            self._moves.setdefault(self._names[move.tensor], []).append((part if counted else len(parts), move))
-            part += counted
+        for part, move in enumerate(() if self.map.own else self.map.moves):
+            self._moves.setdefault(self._names[move.tensor], []).append((part, move))
         self._by_scratch = frozenset(
             name
             for name, moves in self._moves.items()
             if any(move.dtype != self._entries[name].dtype or is_turned(move) for _, move in moves)
         )
         self._works = [
-            self._cut(entries, segment, of_bucket)
-            for entries, segment, of_bucket in zip(self.manifest.buckets, self.manifest.segments, hulls, strict=True)
+            self._cut(entries, segment)
+            for entries, segment in zip(self.manifest.buckets, self.manifest.segments, strict=True)
         ]
         self._ready = [(self._copier.prepare(w.copies), self._copier.prepare(w.reads)) for w in self._works]
-        self._read_sums = torch.zeros(len(parts) + 1, dtype=torch.int64, device=self.device)
+        self._read_sums = torch.zeros(len(parts), dtype=torch.int64, device=self.device)
         self.replayed = 0 if self.map.own else len(self._names)
         flats = self._storages.flats
         views = [(each, view) for each in self.map.constants for view in _views(each, flats[each.storage])]
@@ -216,7 +212,7 @@ class ModelLoad:
         self._held = _HeldWork(parts_held, entries_of, self._names, self._copier)
         self._say()
 
-    def _cut(self, entries: tuple[Entry, ...], segment: int, hulls: Sequence[Hull]) -> _Work:
+    def _cut(self, entries: tuple[Entry, ...], segment: int) -> _Work:
         copies, reads, whole = list[Block](), list[Block](), list[Entry]()
         for entry in entries:
             if entry.name in self._by_scratch:
@@ -225,13 +221,9 @@ class ModelLoad:
                 copies += self._blocks(entry, segment)
             if self.map.own or entry.name in self._by_scratch:
                 whole.append(entry)
-        for hull in hulls if self._whole else ():
-            number = self._numbers[hull.names[0]]
-            owner = self._owners[number]
-            part = self._whole.get(number if owner < 0 else owner)
-            if part is not None:
-                first = hull.first
-                reads.append(Block(first, 0, first, hull.end - first, region=first // segment, group=part))
+        for hull in hulls_of(entries) if self.map.own else ():
+            first, part = hull.first, self._whole[self._owners[self._numbers[hull.names[0]]]]
+            reads.append(Block(first, 0, first, hull.end - first, region=first // segment, group=part))
         return _Work(copies, reads, tuple(whole))
 
     def _blocks(self, entry: Entry, segment: int, packed: bool = False) -> Iterator[Block]:
@@ -291,10 +283,7 @@ class ModelLoad:
             return "there is no Triton kernel in the engine"
         if self.map.own:
             return f"the model loads the tensors itself: {self.map.own}"
-        for name in self._by_scratch:
-            return f"{name} is copied through scratch memory"
-        whole = (self._names[number] for number in self._whole)
-        return next((f"{name} is in fp8 and tied" for name in whole if self._entries[name].dtype == FP8), "")
+        return next((f"{name} is copied through scratch memory" for name in self._by_scratch), "")
 
     def load_direct(self, lives: Sequence[Live], place: int, regions: Regions) -> None:
         """Loads everything from where the trainer ranks hold it; copies may still run when it returns.
@@ -373,7 +362,7 @@ class ModelLoad:
     # ----------------------------------------------------------------------------------------------- what is reported
     def sums(self) -> bytes:
         """The hashes of what was read, of each of ``read_parts``, as little-endian int64. Waits for the device."""
-        return bytes(self._read_sums[:-1].cpu().numpy().astype("<i8").tobytes())
+        return bytes(self._read_sums.cpu().numpy().astype("<i8").tobytes())
 
     def held(self) -> Held:
         """Hashes what lies in the parameters now. Waits for the device."""
