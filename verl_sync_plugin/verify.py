@@ -21,7 +21,6 @@ import torch
 from verl_sync_plugin.config.settings import KEY_PREFIX, TURN_OFF, SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.load_map import (
-    NO_PLACE,
     ROUNDED,
     UNEVEN,
     HashedPart,
@@ -185,7 +184,7 @@ class Comparison:
         many = Counter(digest for digest in digests if digest)
         own = self.map.digest if self.map is not None else ""
         maps = {digest: self._maps[digest] for digest in many}
-        read = {digest: read_parts(found, tensors.buckets, tensors.owners) for digest, found in maps.items()}
+        read = {digest: read_parts(found, tensors.owners) for digest, found in maps.items()}
         held: dict[str, list[HashedPart]] = {
             digest: [(owner, move.box) for owner, move in held_parts(found, tensors.dtypes, tensors.owners)]
             for digest, found in maps.items()
@@ -327,7 +326,6 @@ def _left_out(tensors: _Tensors, maps: list[LoadMap]) -> dict[str, str]:
         found.update((names[number], ROUNDED) for number in narrow)
         if each.derives:
             found[DERIVED] = "is computed"
-    found.update((names[number], NO_PLACE) for number, owner in tensors.owners.items() if owner < 0)
     return found
 
 

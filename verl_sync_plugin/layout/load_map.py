@@ -23,7 +23,6 @@ from verl_sync_plugin.layout.tensors import Entry, hulls_of, numbers_of
 Spans = np.ndarray  # int64 of shape (n, 2): first and one past the last, disjoint and ascending
 Pairs = tuple[tuple[int, int], ...]  # the same, to be sent
 NOTHING: Spans = np.zeros((0, 2), dtype=np.int64)
-NO_PLACE = "shares a part of its bytes with another tensor"
 ROUNDED = "is kept in several dtypes"
 UNEVEN = "the engine's ranks hold parts of it that cannot be compared together"
 MOST_TIMES = 1 << 20  # that an element is counted; the hash loses nothing up to 2^32
@@ -338,36 +337,29 @@ def wire_dtypes(names: Sequence[str], maps: Iterable[LoadMap]) -> dict[str, str]
 
 
 def owners_of(buckets: Sequence[Sequence[Entry]]) -> dict[int, int]:
-    """Under whose number the bytes of each tensor are counted: tied ones share them, and travel once. -1 for a tensor
-    that shares only some of its bytes with another."""
+    """Under whose number the bytes of each tensor are counted: tied ones share them, and travel once. Raises ValueError
+    for tensors that share only some of their bytes, or lay them out otherwise."""
     numbers, layouts = numbers_of(buckets), dict[str, tuple[object, ...]]()
     for entry in (entry for entries in buckets for entry in entries):
         layouts[entry.name] = entry.dtype, entry.shape, entry.strides
     owners: dict[str, str] = {}
-    apart: set[str] = set()
     for hull in (hull for entries in buckets for hull in hulls_of(entries)):
         owner, names = hull.names[0], hull.names
-        if len(names) == 1 and hull.equal and owners.setdefault(owner, owner) == owner:
-            continue
         alike = hull.equal and len({layouts[name] for name in names}) == 1
         if not alike or any(owners.setdefault(name, owner) != owner for name in names):
-            apart.update(names)
-    return {number: -1 if name in apart else numbers[owners.get(name, name)] for name, number in numbers.items()}
+            raise ValueError(f"{', '.join(names)}: tensors that share bytes have to share all of them, in one layout")
+    return {number: numbers[owners.get(name, name)] for name, number in numbers.items()}
 
 
 HashedPart = tuple[int, Box | None]  # of which tensor, and which elements; ``None``: all bytes that are its to count
 
 
-def read_parts(found: LoadMap, buckets: Sequence[Sequence[Entry]], owners: Mapping[int, int]) -> list[HashedPart]:
-    """Lists what an engine rank hashes of what it reads, in the order of its sums: every move that it copies, and all
-    that is hashed whole: what the model loads, and what is tied in part."""
-    names, moves = numbers_of(buckets), () if found.own else found.moves
-    parts: list[HashedPart] = [(owners[move.tensor], move.box) for move in moves if owners[move.tensor] >= 0]
-    whole = {owner for owner in owners.values() if found.own and owner >= 0}
-    if any(owner < 0 for owner in owners.values()):
-        hulls = (hull for entries in buckets for hull in hulls_of(entries))
-        whole.update(names[hull.names[0]] for hull in hulls if owners[names[hull.names[0]]] < 0)
-    return parts + [(number, None) for number in sorted(whole)]
+def read_parts(found: LoadMap, owners: Mapping[int, int]) -> list[HashedPart]:
+    """Lists what an engine rank hashes of what it reads, in the order of its sums: every move that it copies, or every
+    tensor that the model loads."""
+    if found.own:
+        return [(number, None) for number in sorted(set(owners.values()))]
+    return [(owners[move.tensor], move.box) for move in found.moves]
 
 
 def held_parts(found: LoadMap, dtypes: Sequence[str], owners: Mapping[int, int]) -> list[tuple[int, Move]]:
@@ -375,7 +367,7 @@ def held_parts(found: LoadMap, dtypes: Sequence[str], owners: Mapping[int, int])
     ``dtypes`` are those in which the tensors travel, by number."""
     unfit = {number for number, _ in found.not_held}
     unfit.update(move.tensor for move in found.moves if size_of(move.dtype) < size_of(dtypes[move.tensor]))
-    return [(owners[m.tensor], m) for m in found.moves if m.tensor not in unfit and owners[m.tensor] >= 0]
+    return [(owners[m.tensor], m) for m in found.moves if m.tensor not in unfit]
 
 
 def weigh(numels: Sequence[int], everyone: Sequence[Sequence[HashedPart]]) -> tuple[list[int], list[list[int]]]:
