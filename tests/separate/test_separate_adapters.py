@@ -41,7 +41,7 @@ def test_the_base_travels_once_and_then_the_adapter(tiny_model: Callable[[str], 
 def come_and_go(driver: Driver, first: Member, second: Member, tmp_path: Path) -> None:
     together(driver.trainers, "train", 1)
     report = driver.sync(1, [first])[2]
-    assert report["manager"] == "SeparateRollout" and report["buckets"] > 3 and report["coverage_missing"] == 0
+    assert report["manager"] == "SeparateRollout" and report["buckets"] > 2 and report["coverage_missing"] == 0
     words = serves(driver, first, tmp_path / "v1")
     assert far(first.ask("generate_with_base").answer(), tmp_path / "v1") > 2 * BOUND, "the adapter changes little"
     # equal weights: the same words, of the adapter alone
@@ -58,7 +58,7 @@ def come_and_go(driver: Driver, first: Member, second: Member, tmp_path: Path) -
     assert serves(driver, first, tmp_path / "v3") != words
     # one that joins gets the base as well
     joined = driver.sync(4, [first, second])[3]
-    assert joined["buckets"] > 3 and joined["tensors"] == report["tensors"], joined
+    assert joined["buckets"] > 2 and joined["tensors"] == report["tensors"], joined
     assert second.ask("generate").answer() == first.ask("generate").answer() == serves(driver, second, tmp_path / "v4")
     fail_and_recover(driver, first, second, factors)
     for number, rollout in enumerate((first, second)):
