@@ -78,7 +78,7 @@ def shard_of(names: tuple[str, ...], tensor: torch.Tensor, rank: int, world: int
         lengths = tuple(numel if each == owner else 0 for each in range(world))
     views = tuple(View(name, tuple(tensor.shape), 0, numel) for name in names)
     run = tensor.reshape(-1)[sum(lengths[:rank]) :][: lengths[rank]]
-    return Shard(Base(names[0], dtype_name(tensor.dtype), tensor.element_size(), lengths, views), lambda: run)
+    return Shard(Base(names[0], dtype_name(tensor.dtype), tensor.element_size(), lengths, views), lambda: run, run=run)
 
 
 def in_a_file(tensor: torch.Tensor, folder: Path) -> torch.Tensor:

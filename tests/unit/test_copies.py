@@ -171,7 +171,7 @@ def shard(
     numel = sum(lengths) - unseen
     views = (View(f"{name}.a", (numel // 2,), 0, numel // 2), View(f"{name}.b", (numel // 2,), numel // 2, numel // 2))
     base = Base(name, dtype, getattr(torch, dtype).itemsize, lengths, views)
-    return Shard(base, mine.clone if copied else lambda: mine, **more)
+    return Shard(base, mine.clone if copied else lambda: mine, run=None if copied else mine, **more)
 
 
 def double(part: torch.Tensor, begin: int) -> torch.Tensor:
@@ -188,7 +188,7 @@ def shards(rank: int, seed: int = 0) -> list[Shard]:
     even, odd = (640, 640), (257, 255)
     plain_run = make(640).to(torch.bfloat16)
     return [
-        shard("as-is", plain_run, "bfloat16", even, run=plain_run),
+        shard("as-is", plain_run, "bfloat16", even),
         shard("cast", make(640), "bfloat16", even, unseen=40),
         shard("merged", make(odd[rank]), "bfloat16", odd, merge=double),
         shard("kept", make(odd[rank]), "float32", odd),

@@ -33,8 +33,7 @@ class Found:
 
     Attributes:
         kinds: how each base's run is read.
-        places: for each base, the address of its run and its dtype; 0 of one that is merged or only handed out as a
-            copy, gone when we look away.
+        places: for each base, the address of its run and its dtype; 0 where there is no ``run``.
         version: grows when any of this changes.
     """
 
@@ -44,43 +43,23 @@ class Found:
         self.places: list[tuple[int, torch.dtype]] = []
         self.version = 0
         self._device = device
-        self._copied: set[int] = set()  # bases whose ``local`` makes a copy
-        self._lasting: set[int] = set()  # and those whose does not
 
     def look(self, shards: Sequence[Shard]) -> bool:
         """Looks the runs up; returns whether any is elsewhere, or of another dtype, than the last time."""
         places = [
-            # with thousands of shards a call for each would take as long as moving them
-            (run.data_ptr(), run.dtype) if (run := shards[base].run) is not None else self._place(base, shards[base])
+            (0, torch.uint8) if (run := shards[base].run) is None else (run.data_ptr(), run.dtype)
             for base in self.bases
         ]
         if places == self.places:
             return False
         self.places = places
         self.version += 1
-        self.kinds = {base: self._kind(shards[base], self.run(base, shards[base])) for base in self.bases}
+        self.kinds = {base: self._kind(shards[base]) for base in self.bases}
         return True
 
-    def _place(self, base: int, shard: Shard) -> tuple[int, torch.dtype]:
-        run = self.run(base, shard)
-        return (0, torch.uint8) if run is None else (run.data_ptr(), run.dtype)
-
-    def run(self, base: int, shard: Shard) -> torch.Tensor | None:
-        """The live memory of a shard; ``None`` where there is none to speak of."""
-        if (shard.merge is not None and shard.fill is None) or base in self._copied:
-            return None
-        if shard.run is not None:
-            return shard.run
-        run = shard.local()
-        if base not in self._lasting:
-            if shard.local().data_ptr() != run.data_ptr():
-                self._copied.add(base)
-                return None
-            self._lasting.add(base)
-        return run
-
-    def _kind(self, shard: Shard, run: torch.Tensor | None) -> int:
-        if run is None or run.device != self._device or not run.is_contiguous() or run.data_ptr() % 16:
+    def _kind(self, shard: Shard) -> int:
+        run, merged = shard.run, shard.merge is not None and shard.fill is None
+        if merged or run is None or run.device != self._device or not run.is_contiguous() or run.data_ptr() % 16:
             return BY_TORCH
         if shard.fill is not None:
             return QUANTIZED if run.dtype in (torch.bfloat16, torch.float32) else BY_TORCH

@@ -191,8 +191,8 @@ class Shard:
         merge: ``merge(part, begin)`` turns the elements from ``begin`` on, on the device, into what travels; the next
             call overwrites what it returns. ``None``: the run travels as it is.
         members: the parameters in the base; tied ones under all their names. Buffers have none.
-        run: what ``local`` would return, perhaps in another shape, for callers that only need its address: thousands of
-            flattened views cost more than moving them. ``None``: ask ``local``.
+        run: the memory of what ``local`` returns, perhaps in another shape, which the kernel reads where it lies.
+            ``None``, where ``local`` makes a copy: torch packs that.
         fill: starts to write slices of such shards into a segment at once; see ``Fill``.
     """
 

@@ -230,7 +230,7 @@ class QuantizingSource(ParameterSource):
         fill = None
         if each.weights:
             merge, fill = partial(self._quantized, each, merge), self._fill
-        run = shard.run if shard.run is not None and shard.run.numel() == part.count else None
+        run = shard.run if shard.run is None or shard.run.numel() == part.count else part.run(shard)
         return Shard(part.base, partial(part.run, shard), merge, run=run, fill=fill)
 
     # ---- the scales

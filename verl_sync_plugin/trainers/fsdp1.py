@@ -59,7 +59,7 @@ class FSDP1Source(ParameterSource):
             name = f"flat parameter of {unit or 'the root'}"
             self._known[key] = self._naming.base_of(name, members, flat.dtype, lengths), members
         base, members = self._known[key]
-        return Shard(base, local, members=members)
+        return Shard(base, local, members=members, run=local())
 
     def _find_members(self, unit: str, flat: Any) -> tuple[Member, ...]:
         """Every parameter in a flat parameter, shared ones under all their names; each in the order of its memory."""
@@ -79,7 +79,8 @@ class FSDP1Source(ParameterSource):
         if key not in self._known:
             held = Member(name, tuple(buffer.shape), 0)
             self._known[key] = self._naming.base_of(name, [held], buffer.dtype, (buffer.numel(),), parameter=False), ()
-        return Shard(self._known[key][0], partial(_head, buffer, buffer.numel()))
+        run = buffer if buffer.is_contiguous() else None
+        return Shard(self._known[key][0], partial(_head, buffer, buffer.numel()), run=run)
 
 
 def _strides(name: str, shape: tuple[int, ...], held: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -377,7 +377,7 @@ class LiveParameters:
     def _tell(self, shards: Sequence[Shard]) -> Live:
         places: dict[int, Spot] = {}
         for base in self.found.bases:
-            run = self.found.run(base, shards[base])
+            run = shards[base].run
             assert run is not None, "looked up before"
             try:
                 places[base] = self._exporter.find(run)
