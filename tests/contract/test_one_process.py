@@ -181,7 +181,7 @@ class OneProcess:
     def request(self) -> str:
         """Returns what a request would get now."""
         try:
-            self.actor.wait(asyncio.wait_for(self.server.admit(), 0.05))
+            self.actor.wait(asyncio.wait_for(self.server._gate.enter(), 0.05))
         except TimeoutError:
             return "a wait"
         except RuntimeError:

@@ -164,7 +164,7 @@ class Server:
 
     async def _answer(self) -> str:
         try:
-            await asyncio.wait_for(self.server.admit(), GATE_SECONDS)
+            await asyncio.wait_for(self.server._gate.enter(), GATE_SECONDS)
         except TimeoutError:
             return "no word"
         except RuntimeError:

@@ -133,11 +133,11 @@ def memory(rollout: SpmdRollout, source: torch.nn.Module, expected: torch.nn.Mod
     """Released weights are not generated from, whatever is resumed; a sync brings them back."""
     rollout.release_kv()
     rollout.release_kv()
-    assert "released (kv_cache)" in raised_alike(RolloutError, rollout.generate, PROMPTS, GREEDY)
+    assert "memory is released: resume it" in raised_alike(RolloutError, rollout.generate, PROMPTS, GREEDY)
     rollout.release_weights()
     rollout.resume_weights()
     rollout.resume_kv()
-    assert "call sync_weights first" in raised_alike(RolloutError, rollout.generate, PROMPTS, GREEDY)
+    assert "no synced weights: sync weights first" in raised_alike(RolloutError, rollout.generate, PROMPTS, GREEDY)
     rollout.release_weights()
     rollout.release_kv()
     rollout.sync_weights(source)
@@ -198,7 +198,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     more = {"max_total_tokens": 2048, "context_length": 256, "max_running_requests": 8}
     rollout = SpmdRollout(MODEL, tensor_parallel_size=2, sync={"timeout_seconds": 60}, engine=more)
-    assert "call sync_weights first" in raised_alike(RolloutError, rollout.generate, PROMPTS, GREEDY)
+    assert "no synced weights: sync weights first" in raised_alike(RolloutError, rollout.generate, PROMPTS, GREEDY)
     every_source(rollout)
     generation(rollout)
     source = sharded(model(9))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Any, Literal
 
 from verl_sync_plugin.config.settings import KEY_PREFIX
@@ -18,13 +17,12 @@ Ask = Callable[[list[str]], Awaitable[Any]]
 class WeightsGate:
     """Open; closed while a sync is under way, generation is paused or memory is released; or locked after a failed
     sync. Syncs are numbered: the last step of one that was given up may end while the next is under way.
-    ``needs_sync``: nothing is generated from the engine's own weights; the gate opens with the first sync."""
+    ``needs_sync``: nothing is generated from the weights that the engine began with."""
 
-    def __init__(self, needs_sync: bool = False) -> None:
+    def __init__(self, needs_sync: bool) -> None:
         self.syncing = False  # a sync is under way that nobody has given up
         self.number = 0
-        self._needs_sync = needs_sync  # until it has had one, or heard that its first one failed
-        self._held, self._there, self._lost = False, True, False
+        self._held, self._there, self._lost = False, True, needs_sync
         self._failure: str | None = None
         self._opened = asyncio.Event()  # for who waits now
 
@@ -54,7 +52,7 @@ class WeightsGate:
             self._end(why)
 
     def _end(self, failure: str | None) -> None:
-        self._failure, self.syncing, self._needs_sync = failure, False, False
+        self._failure, self.syncing = failure, False
         self._wake()
 
     def hold(self) -> None:
@@ -79,24 +77,23 @@ class WeightsGate:
         self._opened.set()
         self._opened = asyncio.Event()
 
-    def _passable(self) -> bool:
-        closed = self._held or self._lost or not self._there
-        return not self.syncing and (self._failure is not None or not closed)
-
-    async def first_sync(self, seconds: float) -> None:
-        """Waits for the first sync of an engine that needs one; raises HalfWrittenError after ``seconds``."""
-        await self._until(
-            lambda: not self._needs_sync,
-            f"the rollout engine still has the weights that it was started with: a request waited {seconds:g} s for "
-            "its first sync; call the checkpoint manager's update_weights before requests are routed to it",
-            seconds,
-        )
+    @property
+    def closed(self) -> str:
+        """The reason why nothing may be generated now; empty where it may."""
+        reasons = {
+            "a sync is under way": self.syncing,
+            f"the rollout engine's weights are half written: {self._failure}": self._failure is not None,
+            "generation is paused": self._held,
+            "the engine's memory is released: resume it first": not self._there,
+            "the engine has no synced weights: sync weights first": self._lost,
+        }
+        return next((why for why, applies in reasons.items() if applies), "")
 
     async def enter(self) -> None:
         """Waits while a sync is under way, generation is paused, as SGLang's own queue would, or memory is released;
-        also, where weights were released of which there is no copy, for the next sync. Raises HalfWrittenError where
-        the last sync failed."""
-        await self._until(self._passable)
+        also for the next sync, where the engine has no weights of one. Raises HalfWrittenError where the last sync
+        failed. Lets nothing else run where there is nothing to wait for."""
+        await self._until(lambda: not self.closed or (self._failure is not None and not self.syncing))
         self._refuse_half_written()
 
     async def rest(self, seconds: float) -> None:
@@ -121,7 +118,7 @@ class WeightsGate:
 
     def _refuse_half_written(self) -> None:
         if self._failure is not None:
-            raise HalfWrittenError(f"the rollout engine's weights are half written: {self._failure}")
+            raise HalfWrittenError(self.closed)
 
 
 class Occupation:
@@ -136,39 +133,30 @@ class Occupation:
         memory: is called with whether all memory is there: False before any change, and after every answer.
     """
 
-    def __init__(
-        self, engine: str, timeout_seconds: float, memory: Callable[[bool], None] = lambda there: None
-    ) -> None:
+    def __init__(self, engine: str, timeout_seconds: float, memory: Callable[[bool], None]) -> None:
         self._engine, self._timeout, self._memory = engine, timeout_seconds, memory
-        self._turn = asyncio.Lock()
-        self._asked: asyncio.Future[None] | None = None
+        self._turn = asyncio.Lock()  # whoever asks the engine holds it until the engine has answered
         self.released: frozenset[str] = frozenset()
 
     async def change(self, what: Literal["release", "resume"], tags: list[str], ask: Ask) -> None:
         """Releases what is still resident of ``tags``, or resumes what is released of them; ``ask`` has the engine do
         it. Raises TimeoutError where the engine has not answered in time, or not what was asked before."""
         try:
-            await asyncio.wait_for(self._in_turn(what, tags, ask), self._timeout)
+            async with asyncio.timeout(self._timeout):
+                await self._turn.acquire()
+                await asyncio.shield(asyncio.ensure_future(self._asked(what, tags, ask)))
         except TimeoutError as error:
             raise TimeoutError(
                 f"{self._engine} did not {what} {', '.join(tags)} within {KEY_PREFIX}.timeout_seconds="
                 f"{self._timeout:g}; see its log, and set the key higher if it only takes long"
             ) from error
 
-    async def _in_turn(self, what: str, tags: list[str], ask: Ask) -> None:
-        async with self._turn:
-            if self._asked is not None:  # by a call that has not waited for it to the end
-                with suppress(Exception):
-                    await asyncio.shield(self._asked)
-            if wanted := [tag for tag in tags if (tag in self.released) == (what == "resume")]:
-                self._asked = asyncio.ensure_future(self._noted(what, wanted, ask))
-                await asyncio.shield(self._asked)
-            self._asked = None
-
-    async def _noted(self, what: str, tags: list[str], ask: Ask) -> None:
-        self._memory(False)
+    async def _asked(self, what: str, tags: list[str], ask: Ask) -> None:
         try:
-            await ask(tags)
-            self.released = self.released - {*tags} if what == "resume" else self.released | {*tags}
+            if wanted := [tag for tag in tags if (tag in self.released) == (what == "resume")]:
+                self._memory(False)
+                await ask(wanted)
+                self.released = self.released - {*wanted} if what == "resume" else self.released | {*wanted}
         finally:
             self._memory(not self.released)
+            self._turn.release()

@@ -8,14 +8,11 @@ from typing import Any
 from sglang.srt.managers.io_struct import CheckWeightsReqInput, GenerateReqInput
 
 from verl_sync_plugin.rollouts import process
-from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS, WeightsGate
 from verl_sync_plugin.rollouts.sglang import DIGEST_LOADER
 from verl_sync_plugin.rollouts.sglang.refusals import AT_LAUNCH, refuse_arguments
 from verl_sync_plugin.rollouts.sglang.request import hand_down, new_token
 from verl_sync_plugin.rollouts.sglang.updates import WeightUpdates, resolved
 
-NEVER_SYNCED = "the engine has random weights: call sync_weights first"
-RELEASED = "the engine's weights were released: call sync_weights first"
 IDLE_SECONDS = 10.0
 
 Answered = tuple[list[int], list[float], str]  # tokens, their log-probabilities, why the response ended
@@ -31,17 +28,9 @@ class ScriptServer(WeightUpdates):
         self.engine = sglang.Engine(**arguments)
         self.tokenizer_manager = self.engine.tokenizer_manager
         refuse_arguments(resolved(self.tokenizer_manager), "engine", "use another model", AT_LAUNCH)
-        self._gate = WeightsGate()
-        self._unready = NEVER_SYNCED if random_weights else ""
-        self.expect_updates(timeout_seconds)
-
-    async def finish_sync(self, tags: list[str]) -> None:
-        await super().finish_sync(tags)
-        self._unready = ""
+        self.expect_updates(timeout_seconds, random_weights)
 
     async def _release(self, tags: list[str]) -> None:
-        if WEIGHTS in tags:
-            self._unready = self._unready or RELEASED
         if not self._asleep:
             # SGLang answers a request a moment before it is idle, and ends itself when asked to release before that
             flushed = await self.tokenizer_manager.flush_cache(timeout_s=IDLE_SECONDS)
@@ -50,13 +39,10 @@ class ScriptServer(WeightUpdates):
         await super()._release(tags)
 
     async def generate(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[Answered]:
-        """One response to each prompt. Raises RuntimeError where the engine has no weights to generate from, or its
-        memory is released. Raises ValueError where SGLang refuses a prompt or a sampling parameter."""
-        await self._gate.enter()
-        if self._unready:
-            raise RuntimeError(self._unready)
-        if released := sorted({KV_CACHE, WEIGHTS} & self.occupation.released):
-            raise RuntimeError(f"the engine's memory is released ({', '.join(released)}): resume it first")
+        """One response to each prompt. Raises RuntimeError where the gate is closed, ValueError where SGLang refuses a
+        prompt or a sampling parameter."""
+        if why := self._gate.closed:
+            raise RuntimeError(why)
         request = GenerateReqInput(input_ids=prompts, sampling_params=sampling, return_logprob=True)
         answers = await anext(self.tokenizer_manager.generate_request(request, None))
         answered: list[Answered] = []

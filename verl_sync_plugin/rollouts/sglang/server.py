@@ -29,7 +29,7 @@ from verl_sync_plugin.config.settings import SEPARATE_BACKEND, TURN_OFF, sync_co
 from verl_sync_plugin.errors import HalfWrittenError
 from verl_sync_plugin.log import say, say_unused
 from verl_sync_plugin.report import say_without_metrics
-from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS, WeightsGate
+from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS
 from verl_sync_plugin.rollouts.sglang.refusals import (
     ARGUMENTS,
     AT_LAUNCH,
@@ -63,14 +63,13 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         # The rollout shares no GPU with the trainer, and the plugin syncs it
         self.separate = self.rollout_mode == RolloutMode.STANDALONE and backend == SEPARATE_BACKEND
         self._synced = self.separate or self.rollout_mode == RolloutMode.HYBRID
-        self._gate = WeightsGate(needs_sync=self._sync.enabled and self._synced)
         self.pause = self._sync.pause if self.separate else "abort"
         self.keeps_requests = self.pause != "abort"
         # Retracted requests would find their prefixes of the weights before
         self.loader = FORGETTING_LOADER if self.pause == "retract" else LOADER
         # When SGLang was asked to; the second for a load alone, after which nobody else is going to resume it
         self._paused = self.paused_by_load = False
-        self.expect_updates(self._sync.timeout_seconds, self._gate.memory)
+        self.expect_updates(self._sync.timeout_seconds, needs_sync=self._sync.enabled and self._synced)
         self._report: dict[str, Any] | None = None
         self._processes: list[BaseProcess] = []
         self._served: list[str] | None = None  # names of factors for which SGLang has a place
@@ -152,25 +151,19 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
             self._ended = time.monotonic()
 
     async def _enter(self, request: Any) -> None:
-        """Hazard: between the end of ``admit`` and SGLang's own call nothing else may run, or a request would come into
+        """Hazard: between the end of ``enter`` and SGLang's own call nothing else may run, or a request would come into
         a sync that begins there."""
         try:
-            await self.admit()
+            await self._gate.enter()
         except HalfWrittenError as error:
             if request is None:
                 raise
             raise HTTPException(UNAVAILABLE, str(error)) from error
 
-    async def admit(self) -> None:
-        """Waits until a request may be computed (``WeightsGate``). Raises HalfWrittenError where the last sync failed,
-        or the first one does not come. Lets nothing else run where there is nothing to wait for."""
-        await self._gate.first_sync(together_seconds(self._sync.timeout_seconds))
-        await self._gate.enter()
-
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         """verl's generate, after the gate that SGLang's requests pass, too. A call that may span a sync names the
         version of the weights when it began, and when it ended, in the fields that verl's client fills in otherwise."""
-        await self.admit()
+        await self._gate.enter()
         began = self.global_steps
         output = await super().generate(*args, **kwargs)
         if self.keeps_requests and began is not None:
@@ -242,8 +235,6 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
 
     async def _release(self, tags: list[str]) -> None:
         """SGLang ends when it is to release memory while a request is running."""
-        if WEIGHTS in tags:
-            self._gate.lose_weights()
         await self._end_requests()
         await super()._release(tags)
 

@@ -30,11 +30,11 @@ class WeightUpdates:
     global_steps: int | None = None  # version of the weights
     keeps_requests = False  # while its weights are synced
     loader = LOADER  # SGLang's ``load_format`` of a sync
-    _gate: WeightsGate
 
-    def expect_updates(self, timeout_seconds: float, memory: Callable[[bool], None] = lambda there: None) -> None:
-        """Before all else; arguments of ``Occupation``."""
-        self.occupation = Occupation("SGLang", timeout_seconds, memory)
+    def expect_updates(self, timeout_seconds: float, needs_sync: bool) -> None:
+        """Before all else; arguments of ``Occupation`` and ``WeightsGate``."""
+        self._gate = WeightsGate(needs_sync)
+        self.occupation = Occupation("SGLang", timeout_seconds, self._gate.memory)
         self._sleep_seconds = 0.0
         self._version: str | None = None
         self._flushing: asyncio.Future[Any] | None = None
@@ -48,6 +48,8 @@ class WeightUpdates:
         await self.occupation.change("release", tags, self._release)
 
     async def _release(self, tags: list[str]) -> None:
+        if WEIGHTS in tags:
+            self._gate.lose_weights()
         await self.tokenizer_manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags), None)
 
     async def resume_tags(self, tags: list[str]) -> None:
