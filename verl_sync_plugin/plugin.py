@@ -42,8 +42,8 @@ def register() -> None:
     cost seconds in every process. One that verl has imported already is served at once."""
     host = getattr(sys.modules.get("verl"), "__version__", None) or compat.version_of("verl")
     if re.match(r"0\.[0-8]\b", host):  # it knows no entry points, so a variable has named this module
-        remedy = "pip install verl==0.9.1, or take verl_sync_plugin out of VERL_USE_EXTERNAL_MODULES"
-        raise IncompatibleHostError(f"verl 0.9 or newer is needed, and verl {host} is installed: {remedy}")
+        remedy = "Install verl==0.9.1, or take verl_sync_plugin out of VERL_USE_EXTERNAL_MODULES"
+        raise IncompatibleHostError(f"verl 0.9 or newer is needed, and verl {host} is installed. {remedy}.")
     hooks: dict[str, Callable[[Any], Any]] = {
         "hydra": _register_hydra,
         "verl.workers.rollout.base": _register_rollout,

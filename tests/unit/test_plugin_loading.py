@@ -95,7 +95,7 @@ def test_a_verl_before_entry_points_is_named_in_one_line(tmp_path: Path) -> None
     ended = python(tmp_path, "import verl", PYTHONPATH=first_in_path(tmp_path), VERL_PLATFORM="")
     assert ended.returncode == 1 and "went on" not in ended.stdout
     (line,) = ended.stderr.splitlines()
-    assert "verl 0.9 or newer is needed, and verl 0.8.0 is installed: pip install verl==0.9.1, or take" in line
+    assert "verl 0.9 or newer is needed, and verl 0.8.0 is installed. Install verl==0.9.1, or take" in line
 
 
 STRANGE_TRAINERS = """

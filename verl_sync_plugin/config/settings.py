@@ -140,10 +140,16 @@ def lora_rank_of(model: Any) -> int:
 
 def settled_megabytes(short: Any, long: Any, given: bool = True) -> int:
     """The size of a bucket in MiB: the short key's value, else the long key's, of which at most 512 counts unless
-    somebody has ``given`` it. Raises ValueError for another value than a whole number from 1 on."""
+    somebody has ``given`` it. Raises ValueError where both are given and differ, and for another value than a whole
+    number from 1 on."""
     key, size = (LONG_BUCKET_KEY, long) if short is None else (SHORT_BUCKET_KEY, short)
     if isinstance(size, bool) or not isinstance(size, int):
         raise ValueError(f"{key}={size!r}: not a whole number of MiB. Use for example {key}=512.")
     if size <= 0:
         raise ValueError(f"{key}={size}: a bucket must hold at least 1 MiB. Use for example {key}=512.")
+    if given and short not in (None, long):
+        raise ValueError(
+            f"{SHORT_BUCKET_KEY}={short} and {LONG_BUCKET_KEY}={long} are both given and differ. "
+            "Remove one of them, or give both the same value."
+        )
     return size if given or short is not None else min(size, DEFAULT_MEGABYTES)

@@ -207,12 +207,12 @@ def _refuse(name: str, layer: Any, adapter: str) -> None:
     problem = ""
     variant = getattr(layer, "lora_variant", {}).get(adapter)
     if layer.disable_adapters:
-        problem = "is switched off"
+        problem = "is switched off. Switch it on"
     elif layer.merged:
-        problem = "is merged into its base weight already"
+        problem = "is merged into its base weight already. Unmerge it"
     elif len(layer.active_adapters) > 1:
-        problem = f"has several active adapters {layer.active_adapters}"
+        problem = f"has several active adapters {layer.active_adapters}. Activate one, by set_adapter()"
     elif variant is not None:
-        problem = f"uses the variant {type(variant).__name__}, which weight sync cannot merge"
+        problem = f"uses the variant {type(variant).__name__}, which weight sync cannot merge. {REMEDY}"
     if problem:
-        raise ValueError(f"LoRA module {name!r} {problem}. {REMEDY}.")
+        raise ValueError(f"LoRA module {name!r} {problem}.")

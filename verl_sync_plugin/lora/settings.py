@@ -10,23 +10,24 @@ refuse the same in words that name modules (``peft.refuse_others``).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from verl_sync_plugin.config.settings import lora_rank_of
+from verl_sync_plugin.config.settings import TURN_OFF, lora_rank_of
 
 if TYPE_CHECKING:
     from verl_sync_plugin.rollouts import Rollout
 
 PREFIX = "actor_rollout_ref.model"
-REMEDY = f"Merge the adapter into the checkpoint of {PREFIX}.path"
+REMEDY = f"Merge the adapter into the checkpoint of {PREFIX}.path, or {TURN_OFF}"
 LEAVE_OUT = f"Leave it out of the adapter (see {PREFIX}.exclude_modules)"
 TIED = (
-    f"tied. Merged they would be two weights, of which an engine has one place. Leave them out of the adapter (see "
-    f"{PREFIX}.exclude_modules); stock verl serves wrong weights then"
+    "tied: merged they differ, and the engine has one weight for both. Leave them out of the adapter (see "
+    f"{PREFIX}.exclude_modules). Stock verl would serve wrong weights of them, without an error"
 )
 _FSDP1 = "actor_rollout_ref.actor.strategy=fsdp and actor_rollout_ref.actor.fsdp_config.use_orig_params=True"
 FLAT_LORA_TRAINERS = ("fsdp", "fsdp2")  # verl's strategies that read the flat LoRA keys only
@@ -180,7 +181,10 @@ def _refuse_ends(plain: Mapping[str, Any], where: str, settings: Mapping[str, An
     from peft.tuners.tuners_utils import check_target_module_exists
 
     modules: Any = SimpleNamespace(**{key: settings.get(key) for key in _MODULES})
-    adapted = [name for name in ("model.embed_tokens", "lm_head") if check_target_module_exists(modules, name)]
+    try:
+        adapted = [name for name in ("model.embed_tokens", "lm_head") if check_target_module_exists(modules, name)]
+    except re.error as error:
+        raise ValueError(f"{PREFIX}.target_modules={modules.target_modules!r}: no regular expression ({error})") from error
     if adapted and tied and plain["lora"].get("merge"):
         raise ValueError(f"{where} adapts {adapted[0]}, but embedding and head of {plain['path']} are {TIED}.")
     # verl makes each an FSDP unit, and of an adapted one it shards the outer module before the one inside

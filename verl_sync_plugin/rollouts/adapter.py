@@ -170,7 +170,7 @@ class SyncAdapter:
 
     async def make_room_for_rest(self, offload: Callable[[], None]) -> None:
         """After ``update_weights``: makes the room that stage 2 needs, on all ranks. Collective. The parameters stay
-        where they are until here: before the commit the sync may have to look one up again."""
+        where they are until here: engine ranks may read them there until the commit."""
         manager = self._manager
         assert manager is not None, "update_weights comes first"
         agreement, report = manager.agreement, manager.report

@@ -108,10 +108,7 @@ class ScriptTrainer(TrainerBackend):
         engine: Any = given.source
         if isinstance(engine, torch.nn.Module):
             module = engine.module if isinstance(engine, DistributedDataParallel) else engine
-            # verl's ``HFModelConfig`` as its FSDP backends ask for it; the adapter's settings are in the module
-            lora, hf_config = {"merge": True}, unwrapped(module).config
-            config = SimpleNamespace(lora=lora, hf_config=hf_config, get=lambda key, default=None: default)
-            engine = SimpleNamespace(module=module, model_config=config)
+            engine = SimpleNamespace(module=module, model_config=SimpleNamespace(lora={"merge": True}))
         backend: type[TrainerBackend] = FSDP1Trainer if given.kind == "fsdp" else FSDP2Trainer
         if given.kind == "megatron":
             from verl_sync_plugin.trainers.megatron.trainer import MegatronTrainer as backend

@@ -72,14 +72,15 @@ REFUSED: Rows = {
 }
 # What a launched SGLang resolved where verl's ``rollout.quantization`` is fp8
 IN_FP8: Rows = {**REFUSED, "quantization": (only("fp8"), UNSERVED), "json_model_override_args": (but(None), UNSERVED)}
-_HAS_A_KEY = f"verl plans by a key of its own. Remove it, and set {PREFIX}."
+HAVE_A_KEY = {"tp_size": "tensor_model_parallel_size", "dtype": "dtype", "load_format": "load_format"}
 # Arguments that verl finds out by itself, or by a key that verl and the plugin read
 VERLS_OWN: Rows = {
     "model_path": (only(None), "verl sets it by itself. Remove it, and set actor_rollout_ref.model.path"),
     "nnodes": (only(None, 1), "verl sets it by itself. Remove it: verl counts the nodes of an engine"),
-    "tp_size": (only(None), f"{_HAS_A_KEY}tensor_model_parallel_size"),
-    "dtype": (only(None), f"{_HAS_A_KEY}dtype"),
-    "load_format": (only(None), f"{_HAS_A_KEY}load_format"),
+    **{
+        key: (only(None), f"{PREFIX}.{own} says otherwise, and verl and the plugin go by that. Set it instead")
+        for key, own in HAVE_A_KEY.items()
+    },
 }
 NO_DRAFT_MODEL = "NGRAM"  # the ``speculative_algorithm`` that drafts from tokens it has seen
 DRAFT = "speculative_draft_model_path"
@@ -131,7 +132,8 @@ def refuse_keys(rollout: Any) -> None:
     given = engine_arguments(rollout)
     refuse_arguments({"load_format": rollout.get("load_format", None)}.get, PREFIX, TURN_OFF)
     refuse_arguments(given.get, ARGUMENTS, TURN_OFF)
-    refuse_arguments(given.get, ARGUMENTS, rows=VERLS_OWN)
+    twice = [key for key, own in HAVE_A_KEY.items() if given.get(key, None) == rollout.get(own, None)]
+    refuse_arguments(lambda key: None if key in twice else given.get(key, None), ARGUMENTS, rows=VERLS_OWN)
     _refuse_data_parallel(rollout, given)
 
 

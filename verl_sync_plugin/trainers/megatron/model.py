@@ -50,6 +50,8 @@ class ModelTensors:
     def look(self) -> tuple[bool, bool]:
         """Looks the tensors up; a failure leaves everything as it was. Returns True, first, if names, shapes or dtypes
         are others than the last time, and second, if any tensor is another object or elsewhere."""
+        if any(unwrapped(chunk) is not model for chunk, model in zip(self._chunks, self._models, strict=True)):
+            raise ValueError("the trainer's Megatron model is another one than in the first sync")
         tensors = [held.home[held.attribute] for held in self._held]
         kinds = [(held.name, t.shape, t.dtype) for held, t in zip(self._held, tensors, strict=True)]
         other = kinds != self._kinds
