@@ -44,7 +44,7 @@ class Box:
         size, dtype = tuple(self.local.shape), self.local.dtype
         runs = box_runs(size, self.offset, self.whole)
         views = []
-        for view in hf_views(Member(self.name, self.whole, 0), dtype, self.rewrite):
+        for view in hf_views(Member(self.name, self.whole), dtype, self.rewrite):
             if view.strides is not None:
                 raise ValueError(
                     f"tensor {view.name!r} is no contiguous part of {self.name!r}, of which ranks hold parts. "
