@@ -21,22 +21,13 @@ from contract.fsdp_models import CONFIGS, KEEP, LAYOUTS, Layout, build, fsdp1, o
 from contract.reading import LARGE, TINY, State, check_same, check_syncs, sync
 
 
-def unit_of(name: str) -> str:
-    """The FSDP unit that a parameter belongs to."""
-    match = re.search(r"layers\.\d+", name)
-    return match.group() if match else "root"
-
-
 def parameters_of(model: torch.nn.Module) -> set[str]:
     return {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
-def on_the_wire(state: State, parameters: set[str], layout: Layout, model_type: str = "qwen2") -> State:
-    """The HF tensors that must arrive: bf16, except buffers and kept names (FSDP1: the whole unit of a kept name)."""
+def on_the_wire(state: State, parameters: set[str], model_type: str = "qwen2") -> State:
+    """The HF tensors that must arrive: bf16, except buffers and kept names."""
     kept = {name for name in parameters if any(re.search(pattern, name) for pattern in KEEP)}
-    if layout.strategy:
-        units = {unit_of(name) for name in kept}
-        kept = {name for name in parameters if unit_of(name) in units}
     assert kept and parameters - kept, "the case must have both kinds"
     wire = {name: t.bfloat16() if name in parameters - kept else t for name, t in state.items()}
     found = dict(unfuse_moe_params(wire.items(), model_type))
@@ -71,7 +62,7 @@ def test_every_tensor_arrives_bit_for_bit(layout: Layout, model_name: str) -> No
         state.update(trained)
 
     def expected() -> State:
-        return on_the_wire(state, parameters, layout, CONFIGS[model_name].model_type)
+        return on_the_wire(state, parameters, CONFIGS[model_name].model_type)
 
     reader = check_syncs(open_source(module, *KEEP), expected, train, [module])
     assert "scratch" not in expected()
@@ -86,7 +77,7 @@ def test_sync_after_a_forward_that_raised() -> None:
     """The root stays gathered then; what is sent are the shards all the same."""
     layout, model = Layout((2,)), build("qwen2")
     parameters = parameters_of(model)
-    expected = on_the_wire({name: tensor.clone() for name, tensor in model.state_dict().items()}, parameters, layout)
+    expected = on_the_wire({name: tensor.clone() for name, tensor in model.state_dict().items()}, parameters)
     module: Any = shard(model, layout)
     source = open_source(module, *KEEP)
     sync(source)

@@ -159,13 +159,11 @@ def align(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter inside a base, by the trainer's name, before verl's rewriting into HF tensors: ``shape`` of the
-    whole parameter, ``start`` its first element in the base, ``strides`` in elements (``None``: its elements lie in the
-    order of their indices)."""
+    """One name of the parameter that a base holds, before verl's rewriting into HF tensors: ``shape`` of the whole
+    parameter, ``strides`` in elements (``None``: its elements lie in the order of their indices)."""
 
     name: str
     shape: tuple[int, ...]
-    start: int
     strides: tuple[int, ...] | None = None
 
 
@@ -190,7 +188,7 @@ class Shard:
             parameters are offloaded). It aliases the live parameter: read it, never write it.
         merge: ``merge(part, begin)`` turns the elements from ``begin`` on, on the device, into what travels; the next
             call overwrites what it returns. ``None``: the run travels as it is.
-        members: the parameters in the base; tied ones under all their names. Buffers have none.
+        members: the names of the parameter in the base, several where it is tied. Buffers have none.
         run: the memory of what ``local`` returns, perhaps in another shape, which the kernel reads where it lies.
             ``None``, where ``local`` makes a copy: torch packs that.
         fill: starts to write slices of such shards into a segment at once; see ``Fill``.

@@ -184,7 +184,8 @@ def _refuse_ends(plain: Mapping[str, Any], where: str, settings: Mapping[str, An
     try:
         adapted = [name for name in ("model.embed_tokens", "lm_head") if check_target_module_exists(modules, name)]
     except re.error as error:
-        raise ValueError(f"{PREFIX}.target_modules={modules.target_modules!r}: no regular expression ({error})") from error
+        named = f"{PREFIX}.target_modules={modules.target_modules!r}"
+        raise ValueError(f"{named}: no regular expression ({error})") from error
     if adapted and tied and plain["lora"].get("merge"):
         raise ValueError(f"{where} adapts {adapted[0]}, but embedding and head of {plain['path']} are {TIED}.")
     # verl makes each an FSDP unit, and of an adapted one it shards the outer module before the one inside

@@ -23,9 +23,9 @@ from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.copies.packing import chunks_of
 from verl_sync_plugin.copies.table import QuantizeTable, Rectangle, kernel_works, scales_of
 from verl_sync_plugin.layout.strided import Run, compose, in_rows
-from verl_sync_plugin.layout.tensors import SCALE, Base, Member, Shard, Slice, View
+from verl_sync_plugin.layout.tensors import SCALE, Base, Shard, Slice, View
 from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_name
-from verl_sync_plugin.trainers.lora import Excerpt, Merge, excerpt, reached, take_part
+from verl_sync_plugin.trainers.lora import Merge, reached, take_part
 from verl_sync_plugin.transport.agreement import Agreement
 
 FP8 = torch.float8_e4m3fn
@@ -53,11 +53,11 @@ class _Weight:
 
 @dataclass(eq=False)
 class _Piece:
-    """A base that travels, which is a part of base ``inner`` of the trainer, with the quantized weights in it, if any;
-    of tied ones one stands for all."""
+    """A base that travels, which is base ``inner`` of the trainer, with the quantized weights in it, if any; of tied
+    ones one stands for all."""
 
     inner: int
-    part: Excerpt
+    base: Base
     weights: tuple[tuple[View, _Weight], ...] = ()
     unit: _Unit | None = None
 
@@ -179,32 +179,35 @@ class QuantizingSource(ParameterSource):
         self._tables.clear()
         found, before, unit, end = list[_Piece | _Unit](), list[str](), _Unit(), 0
         for number, base in enumerate(bases):
-            for part in _parts(base, self.rank, self._blocks):
-                views = [view for view in part.base.views if view.name in self._blocks]
-                if not views:
-                    found.append(_Piece(number, part))
-                    continue
-                names, shared = [view.name for view in views], any(view.shares for view in views)
-                if not (shared and names == before):  # else one more part of the same weights
-                    end = -(-end // 4) * 4  # the kernel reads scales from a multiple of 16 bytes on
-                    before, unit = names, _Unit(first=end)
-                    found.append(unit)
-                alike: dict[object, list[View]] = {}
-                for view in views:
-                    self._refuse(view)
-                    alike.setdefault(view.name if shared else view.start, []).append(view)
-                weights, scales, end = list[tuple[View, _Weight]](), list[View](), unit.first
-                for tied in alike.values():
-                    (rows, columns), name = tied[0].shape, tied[0].name
-                    weights.append((tied[0], weight := _Weight(name, (rows, columns), self._blocks[name], end)))
-                    numel = math.prod(weight.scales)
-                    scales += (View(view.name + SCALE, weight.scales, end - unit.first, numel) for view in tied)
-                    end += numel
-                unit.end = end
-                lengths = end - unit.first, *(0 for _ in base.lengths[1:])  # the first rank sends them; all know them
-                unit.scales = Base(scales[0].name, "float32", 4, lengths, tuple(scales))
-                in_fp8 = replace(part.base, dtype=dtype_name(FP8), itemsize=FP8.itemsize)
-                unit.pieces.append(_Piece(number, replace(part, base=in_fp8), tuple(weights), unit))
+            views = [view for view in base.views if view.name in self._blocks]
+            if not views:
+                found.append(_Piece(number, base))
+                continue
+            if len(views) < len(base.views):
+                raise ValueError(
+                    f"{base.key!r} holds {views[0].name!r}, and the engine keeps only a part of it in fp8. {REMEDY}"
+                )
+            names, shared = [view.name for view in views], any(view.shares for view in views)
+            if not (shared and names == before):  # else one more part of the same weights
+                end = -(-end // 4) * 4  # the kernel reads scales from a multiple of 16 bytes on
+                before, unit = names, _Unit(first=end)
+                found.append(unit)
+            alike: dict[object, list[View]] = {}
+            for view in views:
+                self._refuse(view)
+                alike.setdefault(view.name if shared else view.start, []).append(view)
+            weights, scales, end = list[tuple[View, _Weight]](), list[View](), unit.first
+            for tied in alike.values():
+                (rows, columns), name = tied[0].shape, tied[0].name
+                weights.append((tied[0], weight := _Weight(name, (rows, columns), self._blocks[name], end)))
+                numel = math.prod(weight.scales)
+                scales += (View(view.name + SCALE, weight.scales, end - unit.first, numel) for view in tied)
+                end += numel
+            unit.end = end
+            lengths = end - unit.first, *(0 for _ in base.lengths[1:])  # the first rank sends them; all know them
+            unit.scales = Base(scales[0].name, "float32", 4, lengths, tuple(scales))
+            in_fp8 = replace(base, dtype=dtype_name(FP8), itemsize=FP8.itemsize)
+            unit.pieces.append(_Piece(number, in_fp8, tuple(weights), unit))
         self._travels, self._units = [], [each for each in found if isinstance(each, _Unit)]
         for each in found:
             self._travels += [*each.pieces, each] if isinstance(each, _Unit) else [each]
@@ -222,16 +225,11 @@ class QuantizingSource(ParameterSource):
         if isinstance(each, _Unit):
             scales = self._scales[each.first : each.first + each.scales.held(self.rank)]
             return Shard(each.scales, lambda: scales, run=scales)
-        shard, part = self._found[each.inner], each.part
-        if part.base is shard.base:
+        shard = self._found[each.inner]
+        if not each.weights:
             return shard
-        inner = shard.merge
-        merge = None if inner is None else lambda values, begin: inner(values, part.offset + begin)
-        fill = None
-        if each.weights:
-            merge, fill = partial(self._quantized, each, merge), self._fill
-        run = shard.run if shard.run is None or shard.run.numel() == part.count else part.run(shard)
-        return Shard(part.base, partial(part.run, shard), merge, run=run, fill=fill)
+        merge = partial(self._quantized, each, shard.merge)
+        return Shard(each.base, shard.local, merge, run=shard.run, fill=self._fill)
 
     # ---- the scales
 
@@ -252,7 +250,7 @@ class QuantizingSource(ParameterSource):
         if not units:
             return
         pieces = [piece for unit in units for piece in unit.pieces]
-        parts = (_Stretch(each, 0, each.part.count, 0) for each in pieces)
+        parts = (_Stretch(each, 0, each.base.held(self.rank), 0) for each in pieces)
         for at in self._run_kernel(units, parts, self._largest, measure=True):
             self._measure(pieces[at])
         span = slice(units[0].first, units[-1].end)  # of what lies between, too: it stays, or comes later
@@ -274,10 +272,10 @@ class QuantizingSource(ParameterSource):
         """Adds what this rank holds of a base to the largest magnitudes. NaN and Inf make a scale infinite, which is
         found where it is packed."""
         shard = self._found[piece.inner]
-        run = piece.part.run(shard)
+        run = shard.local()
         for begin, count in chunks_of(run.numel()):
             values = run[begin : begin + count].to(self._device, non_blocking=True)
-            values = (values if shard.merge is None else shard.merge(values, piece.part.offset + begin)).to(self._dtype)
+            values = (values if shard.merge is None else shard.merge(values, begin)).to(self._dtype)
             for each in self._cut(piece, begin, count):
                 found = each.in_blocks(values).abs().amax((1, 3)).float()
                 found = torch.where(found.isfinite(), found, torch.inf)
@@ -300,8 +298,7 @@ class QuantizingSource(ParameterSource):
 
     def _cut(self, piece: _Piece, begin: int, count: int) -> Iterator[_Rectangle]:
         """Cuts ``count`` elements of this rank's run of a base; rectangles are relative to ``begin``."""
-        base = piece.part.base
-        begin += base.first(self.rank)
+        begin += piece.base.first(self.rank)
         for view, weight in piece.weights:
             held = (each for run in view.runs for each in compose(Run(0, begin, count), run))
             for run in (part for each in held for part in in_rows(each, weight.shape[1])):
@@ -320,7 +317,7 @@ class QuantizingSource(ParameterSource):
     def _stretch(self, part: Slice) -> _Stretch:
         piece = self._travels[part.base]
         assert isinstance(piece, _Piece), "scales are sent as they are"
-        return _Stretch(piece, part.begin, min(part.end, piece.part.count) - part.begin, part.offset)
+        return _Stretch(piece, part.begin, min(part.end, piece.base.held(self.rank)) - part.begin, part.offset)
 
     def _run_kernel(
         self, what: object, parts: Iterable[_Stretch], scales: torch.Tensor, target: int = 0,
@@ -365,32 +362,8 @@ class QuantizingSource(ParameterSource):
         """Parts as the kernel reads them, each from a base of its own; the scales are after these."""
         for base, part in enumerate(parts):
             for each in self._cut(part.piece, part.begin, part.numel):
-                source, target = each.first + part.piece.part.offset + part.begin, each.first + part.target
+                source, target = each.first + part.begin, each.first + part.target
                 yield Rectangle(
                     each.row, each.column, *each.size, base, source, each.stride, target, each.stride,
                     len(parts), each.weight.first, each.weight.scales[1], target, groups.get(each.weight.name, 0),
                 )  # fmt: skip
-
-
-def _parts(base: Base, rank: int, blocks: Mapping[str, tuple[int, int]]) -> Iterator[Excerpt]:
-    """A base whole, where all of its tensors are quantized or none, else each stretch of it that tensors share."""
-    quantized = {view.name in blocks for view in base.views}
-    if len(quantized) <= 1:
-        yield Excerpt(base, (), 0, base.held(rank))
-        return
-    stretches = list[tuple[int, int, list[View]]]()
-    for view in sorted(base.views, key=lambda view: view.start):
-        if view.shares:
-            raise ValueError(
-                f"{base.key!r} holds {view.name!r}, and the engine keeps only a part of it in fp8. {REMEDY}"
-            )
-        if stretches and view.start < stretches[-1][1]:
-            start, end, views = stretches.pop()
-            stretches.append((start, max(end, view.start + view.span), [*views, view]))
-        else:
-            stretches.append((view.start, view.start + view.span, [view]))
-    for start, end, views in stretches:
-        if len({view.name in blocks for view in views}) > 1:
-            names = ", ".join(view.name for view in views)
-            raise ValueError(f"{names} share their bytes, and the engine keeps only some of them in fp8. {REMEDY}")
-        yield excerpt(base, rank, f"{base.key} ({views[0].name})", Member(views[0].name, (end - start,), start), views)

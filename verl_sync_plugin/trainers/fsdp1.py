@@ -7,8 +7,10 @@ used (``_handle``, ``flat_param``, ...) are private to PyTorch, but frozen with 
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
@@ -23,64 +25,73 @@ from verl_sync_plugin.trainers.naming import Naming
 
 
 class FSDP1Source(ParameterSource):
-    """Walks the flat parameters of ``root``, the root FSDP1 module, and its persistent buffers. A flat parameter that
-    contains a kept name travels as a whole in the trainer's dtype."""
+    """Walks the flat parameters of ``root``, the root FSDP1 module, and its persistent buffers. Each parameter is a
+    base of its own, tied ones together."""
 
     def __init__(self, root: FullyShardedDataParallel, naming: Naming) -> None:
         self._root = root
         self._naming = naming
-        self._known: dict[tuple[object, ...], tuple[Base, tuple[Member, ...]]] = {}
+        # The bases of each flat parameter, and where in it they begin; those of buffers by themselves
+        self._known: dict[tuple[object, ...], list[tuple[Base, tuple[Member, ...], int]]] = {}
 
     def shards(self) -> list[Shard]:
         # Before the first forward FSDP1 has not laid out its local shards yet
         _lazy_init(self._root, self._root)
-        shards, buffers = [], {}
+        shards, buffers = list[Shard](), dict[str, torch.Tensor]()
         for name, module in self._root.named_modules():
             if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
-                shards.append(self._flat_parameter(clean_name(name), module._handle))
+                shards += self._flat_parameter(clean_name(name), module._handle)
             for own, buffer in module.named_buffers(recurse=False):
                 if own not in module._non_persistent_buffers_set:
                     buffers[clean_name(_join(name, own))] = buffer
         return shards + [self._buffer(name, buffer) for name, buffer in self._naming.rename(buffers).items()]
 
-    def _flat_parameter(self, unit: str, handle: Any) -> Shard:
+    def _flat_parameter(self, unit: str, handle: Any) -> Iterator[Shard]:
         flat = handle.flat_param
         full = int(flat._unpadded_unsharded_size.numel())
-        lengths: tuple[int, ...] = (full,)
-        local = partial(_head, flat, full)
+        own, edges, rank = flat, [0, full], 0
         if handle.uses_sharded_strategy and handle.world_size > 1:
-            self.group = handle.process_group
-            run = int(flat._local_shard.numel())
-            lengths = tuple(max(min(run, full - rank * run), 0) for rank in range(handle.world_size))
-            local = partial(_head, flat._local_shard, lengths[handle.rank])
-        key = (unit, flat.dtype, lengths)
+            self.group, own, rank = handle.process_group, flat._local_shard, handle.rank
+            edges = [min(each * own.numel(), full) for each in range(handle.world_size + 1)]  # of the ranks' runs
+        key = (unit, flat.dtype, *edges)
         if key not in self._known:
-            members = self._find_members(unit, flat)
-            name = f"flat parameter of {unit or 'the root'}"
-            self._known[key] = self._naming.base_of(name, members, flat.dtype, lengths), members
-        base, members = self._known[key]
-        return Shard(base, local, members=members, run=local())
+            self._known[key] = [self._cut(flat, start, held, edges) for start, held in self._find_members(unit, flat)]
+        own = own.detach().reshape(-1)
+        for base, members, start in self._known[key]:
+            count = base.held(rank)
+            run = own.narrow(0, max(start - edges[rank], 0) if count else 0, count)
+            yield Shard(base, partial(run.reshape, -1), members=members, run=run)
 
-    def _find_members(self, unit: str, flat: Any) -> tuple[Member, ...]:
-        """Every parameter in a flat parameter, shared ones under all their names; each in the order of its memory."""
+    def _cut(self, flat: Any, start: int, held: list[Member], edges: list[int]) -> tuple[Base, tuple[Member, ...], int]:
+        """One parameter of a flat one, under all its names, as a base: of each rank's run what is in it."""
+        end = start + prod(held[0].shape)
+        lengths = tuple(max(min(high, end) - max(low, start), 0) for low, high in pairwise(edges))
+        return self._naming.base_of(held[0].name, held, flat.dtype, lengths), tuple(held), start
+
+    def _find_members(self, unit: str, flat: Any) -> list[tuple[int, list[Member]]]:
+        """Every parameter in a flat parameter and where it begins; shared ones under all their names."""
         offsets = accumulate(flat._numels_with_padding, initial=0)
         starts = [at for at, padding in zip(offsets, flat._is_padding_mask, strict=False) if not padding]
-        members: dict[str, tuple[tuple[int, ...], int, tuple[int, ...] | None]] = {}
+        places: dict[str, tuple[int, tuple[int, ...], tuple[int, ...] | None]] = {}
         for fqn, shape, start, held in zip(flat._fqns, flat._shapes, starts, flat._strides, strict=True):
             name = _join(unit, clean_name(fqn))
-            members[name] = (tuple(shape), start, _strides(name, tuple(shape), tuple(held)))
+            places[name] = start, tuple(shape), _strides(name, tuple(shape), tuple(held))
         for shared in flat._shared_param_infos:
             owner = _join(unit, clean_name(_join(shared.prim_module_name, shared.prim_param_name)))
-            members[_join(unit, clean_name(_join(shared.module_name, shared.param_name)))] = members[owner]
-        return tuple(Member(name, *place) for name, place in self._naming.rename(members).items())
+            places[_join(unit, clean_name(_join(shared.module_name, shared.param_name)))] = places[owner]
+        found: dict[tuple[Any, ...], list[Member]] = defaultdict(list)
+        for name, place in self._naming.rename(places).items():
+            found[place].append(Member(name, *place[1:]))
+        return [(place[0], held) for place, held in found.items()]
 
     def _buffer(self, name: str, buffer: torch.Tensor) -> Shard:
         key = (name, tuple(buffer.shape), buffer.dtype)
         if key not in self._known:
-            held = Member(name, tuple(buffer.shape), 0)
-            self._known[key] = self._naming.base_of(name, [held], buffer.dtype, (buffer.numel(),), parameter=False), ()
+            held = Member(name, tuple(buffer.shape))
+            base = self._naming.base_of(name, [held], buffer.dtype, (buffer.numel(),), parameter=False)
+            self._known[key] = [(base, (), 0)]
         run = buffer if buffer.is_contiguous() else None
-        return Shard(self._known[key][0], partial(_head, buffer, buffer.numel()), run=run)
+        return Shard(self._known[key][0][0], partial(buffer.detach().reshape, -1), run=run)
 
 
 def _strides(name: str, shape: tuple[int, ...], held: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -98,7 +109,3 @@ def _strides(name: str, shape: tuple[int, ...], held: tuple[int, ...]) -> tuple[
 
 def _join(module: str, name: str) -> str:
     return f"{module}.{name}" if module else name
-
-
-def _head(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    return tensor.detach().reshape(-1)[:count]

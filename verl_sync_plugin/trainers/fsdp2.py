@@ -58,7 +58,7 @@ class StateDictSource(ParameterSource):
 
     def _learn(self, names: list[str], tensor: torch.Tensor, layout: object) -> _Known:
         lengths = self._lengths(names[0], tensor) if isinstance(tensor, DTensor) else (tensor.numel(),)
-        held = [Member(name, tuple(tensor.shape), 0) for name in names]
+        held = [Member(name, tuple(tensor.shape)) for name in names]
         members = tuple(each for each in held if self._parameters is None or each.name in self._parameters)
         base = self._naming.base_of(names[0], held, tensor.dtype, lengths, bool(members))
         return _Known(layout, names, base, members)

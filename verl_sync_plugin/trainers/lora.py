@@ -8,23 +8,19 @@ source of a PEFT model under FSDP.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import cache, partial
-from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import TURN_OFF
-from verl_sync_plugin.layout.tensors import Base, Member, Shard, View
+from verl_sync_plugin.layout.tensors import Base, Member, Shard
 from verl_sync_plugin.lora.merge import Scratch, Target, steps_of, targets_of
 from verl_sync_plugin.lora.peft import Adapters, Weight, is_adapter, refuse_incomplete
 from verl_sync_plugin.lora.settings import TIED
-from verl_sync_plugin.trainers.base import ParameterSource, dtype_name
+from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.transport.agreement import take_part, until
 
 # Bytes of whole fp32 factors that are gathered at a time, if one bucket does not need more: every round costs all ranks
@@ -196,67 +192,10 @@ class Merging(ParameterSource):
         return merge
 
 
-# ---- what travels of a base of a PEFT model, by itself or without the rest
+# ---- PEFT's models under FSDP
 
-
-@dataclass(frozen=True)
-class Excerpt:
-    """Some or all elements of a base, as a base with its members. Of this rank's run of the old base they are ``count``
-    elements from ``offset`` on."""
-
-    base: Base
-    members: tuple[Member, ...]
-    offset: int
-    count: int
-
-    def run(self, shard: Shard) -> torch.Tensor:
-        """This rank's run of it, in a shard of the old base."""
-        return shard.local()[self.offset : self.offset + self.count]
-
-    def of(self, shard: Shard, merge: Merge | None = None) -> Shard:
-        """This part of a shard of the old base, which has no ``merge``."""
-        if self.base is not shard.base:
-            return Shard(self.base, partial(self.run, shard), merge, self.members)
-        # Not by replace(), which takes longer
-        return shard if merge is None else Shard(shard.base, shard.local, merge, shard.members, shard.run)
-
-
-def excerpt(base: Base, rank: int, key: str, member: Member, views: Sequence[View]) -> Excerpt:
-    """The elements of one member of a base as a new one with this key. ``rank`` is this rank's place among the owners;
-    ``views``, of the old base, lie inside the member."""
-    start, stop = member.start, member.start + math.prod(member.shape)
-    owned = pairwise(accumulate(base.lengths, initial=0))
-    lengths = tuple(max(min(end, stop) - max(first, start), 0) for first, end in owned)
-    moved = tuple(replace(view, start=view.start - start) for view in views)
-    part = Base(key, base.dtype, base.itemsize, lengths, moved)
-    count = part.held(rank)
-    return Excerpt(part, (replace(member, start=0),), max(start - base.first(rank), 0) if count else 0, count)
-
-
-def adapter_part(shard: Shard, rank: int, member: Member) -> Excerpt:
-    """An adapter parameter in a shard; FSDP1 may flatten it together with others."""
-    whole = View(member.name, member.shape, member.start, math.prod(member.shape), member.strides)
-    part = excerpt(shard.base, rank, member.name, member, (whole,))
-    dtype = shard.local().dtype  # the base's is what served weights travel in
-    base = replace(part.base, dtype=dtype_name(dtype), itemsize=dtype.itemsize)
-    return replace(part, base=shard.base if base == shard.base else base)  # an equal one: the shard itself will do
-
-
-def served_part(base: Base, members: Sequence[Member], rank: int) -> Excerpt:
-    """The rest of a base, the base itself if there are no adapters in it."""
-    views = tuple(view for view in base.views if not is_adapter(view.name))
-    if len(views) < len(base.views):
-        base = replace(base, views=views)
-    return Excerpt(base, tuple(member for member in members if not is_adapter(member.name)), 0, base.held(rank))
-
-
-class _Recipe(NamedTuple):
-    """The parts of one base of the trainer: the adapter parameters in it, and what travels, with the adapted weights
-    inside and what merges them."""
-
-    base: Base
-    factors: list[tuple[str, Excerpt]]
-    exported: list[tuple[Excerpt, tuple[Target, ...], Merge | None]]
+# A base, what is merged into it, and what merges it
+Recipe = tuple[Base, tuple[Target, ...], Merge | None]
 
 
 class MergingSource(Merging):
@@ -275,7 +214,7 @@ class MergingSource(Merging):
         self._adapters = adapters
         self._weights = {weight.name: weight for weight in adapters.weights}
         self.exported: list[tuple[Shard, tuple[Target, ...]]] = []  # what travels, and what is merged into it
-        self._recipes: dict[str, _Recipe] = {}
+        self._recipes: dict[str, Recipe] = {}
         self._checked = False
 
     def release(self) -> None:
@@ -289,46 +228,38 @@ class MergingSource(Merging):
         found = self._inner.shards()
         self.group = self._inner.group
         for shard in found:
+            if shard.members and is_adapter(name := shard.members[0].name):
+                self.factors.shards[name] = shard
+                continue
             recipe = self._recipes.get(shard.base.key)
-            if recipe is None or recipe.base is not shard.base:
-                recipe = self._recipes[shard.base.key] = self._recipe(shard)
+            if recipe is None or recipe[0] is not shard.base:
+                targets = tuple(self._targets(shard.members))
+                merge = self.merger(targets, shard.base.first(self.rank)) if targets and self._merges else None
+                recipe = self._recipes[shard.base.key] = shard.base, targets, merge
                 self._checked = False
-            self.factors.shards.update((name, part.of(shard)) for name, part in recipe.factors)
-            for piece, targets, merge in recipe.exported:
-                self.exported.append((piece.of(shard, merge), targets))
+            base, targets, merge = recipe
+            # Not by replace(), which takes longer
+            merging = shard if merge is None else Shard(base, shard.local, merge, shard.members, shard.run)
+            self.exported.append((merging, targets))
         if not self._checked:
             exported = {target.weight.name for _, targets in self.exported for target in targets}
             refuse_incomplete(self._weights, exported, tuple(self.factors.shards))
             self._checked = True
         return [shard for shard, _ in self.exported]
 
-    def _recipe(self, shard: Shard) -> _Recipe:
-        recipe, rank = _Recipe(shard.base, [], []), self.rank
-        for member in shard.members:
-            if is_adapter(member.name):
-                recipe.factors.append((member.name, adapter_part(shard, rank, member)))
-        part = served_part(shard.base, shard.members, rank)
-        if part.base.views:
-            targets = self._targets(part)
-            merge = self.merger(targets, part.base.first(rank)) if targets and self._merges else None
-            recipe.exported.append((part, targets, merge))
-        return recipe
-
-    def _targets(self, part: Excerpt) -> tuple[Target, ...]:
-        found: list[Target] = []
-        for member in part.members:
+    def _targets(self, members: Sequence[Member]) -> Iterator[Target]:
+        for member in members:
             if (weight := self._weights.get(member.name)) is None:
                 continue
-            tied = [each.name for each in part.members if each.start == member.start]
-            if self._merges and len(tied) > 1:
-                raise ValueError(f"the adapter changes {member.name!r}, but {' and '.join(tied)} are {TIED}.")
+            if self._merges and len(members) > 1:
+                tied = " and ".join(each.name for each in members)
+                raise ValueError(f"the adapter changes {member.name!r}, but {tied} are {TIED}.")
             if self._merges and member.strides is not None:
                 raise ValueError(
                     f"LoRA weight {member.name!r} of shape {member.shape} has strides {member.strides}: weight sync "
                     f"merges into contiguous weights. Make it contiguous() in the model, or {TURN_OFF}."
                 )
-            found += targets_of(weight, member.start, member.shape)
-        return tuple(found)
+            yield from targets_of(weight, 0, member.shape)
 
     def weights_in(self, base: int) -> list[Weight]:
         return list({target.weight.name: target.weight for target in self.exported[base][1]}.values())

@@ -54,13 +54,12 @@ class Naming:
     def base_of(
         self, key: str, held: Sequence[Member], dtype: torch.dtype, lengths: tuple[int, ...], parameter: bool = True
     ) -> Base:
-        """The base that holds these tensors, tied ones under each of their names. Where any is a ``parameter`` it
-        travels in the wire dtype, else as it is."""
-        views: list[View] = []
-        for member in held:
-            if member.name in saved_names([each.name for each in held if each.start == member.start], self.unsaved):
-                views += hf_views(member, dtype, self.rewrite)
-        names = [*(member.name for member in held), *(view.name for view in views)]
+        """The base of one tensor, which is ``held`` under each of its names. A ``parameter`` travels in the wire dtype,
+        else it travels as it is."""
+        names = [member.name for member in held]
+        saved = saved_names(names, self.unsaved)
+        views = [view for each in held if each.name in saved for view in hf_views(each, dtype, self.rewrite)]
+        names += (view.name for view in views)
         wire = self.policy.of_parameter(names, dtype) if parameter else dtype
         return Base(key, dtype_name(wire), wire.itemsize, lengths, tuple(views))
 
@@ -93,7 +92,7 @@ def hf_views(held: Member, dtype: torch.dtype, rewrite: Rewrite) -> list[View]:
         if tensor.numel():
             span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
             strides = None if tensor.is_contiguous() else tuple(tensor.stride())
-            views.append(View(hf_name, tuple(tensor.shape), held.start + int(tensor.storage_offset()), span, strides))
+            views.append(View(hf_name, tuple(tensor.shape), int(tensor.storage_offset()), span, strides))
     return views
 
 
