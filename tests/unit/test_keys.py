@@ -50,6 +50,7 @@ REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
     # buckets
     *((f"{key}={bad}", f"{key}={bad}: {why}", f"{key}=512") for key in BUCKET for bad, why in (
         *((bad, "not a whole number of MiB") for bad in ("'auto'", True, 0.5)), (0, "a bucket must hold at least 1"))),
+    ((f"{SHORT_BUCKET_KEY}=512", f"{LONG_BUCKET_KEY}=2048"), "are both given and differ", "Remove one"),
     # pauses and separate rollouts
     (f"{SYNC}.pause=retract", "sync.pause='retract' with", f"Set {OURS}"),
     (f"{SYNC}.pause=in_place", "sync.pause='in_place' with ", f"{SYNC}.pause=abort"),
@@ -155,7 +156,7 @@ BUCKETS = {
     (f"{SHORT_BUCKET_KEY}=64",): 64,
     (f"{LONG_BUCKET_KEY}=256",): 256,
     (f"{LONG_BUCKET_KEY}={STOCK_MEGABYTES}",): STOCK_MEGABYTES,  # verl's default, given by hand, counts as given
-    (f"{LONG_BUCKET_KEY}=256", f"{SHORT_BUCKET_KEY}=64"): 64,
+    (f"{LONG_BUCKET_KEY}=64", f"{SHORT_BUCKET_KEY}=64"): 64,
 }
 
 
