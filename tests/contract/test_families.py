@@ -210,6 +210,8 @@ def outcome(
     kept = [each.name for each, *_ in comparison.unwritten]
     known = SGLangModel(engine, rank)
     skipped = {reason for name in plan.names if (reason := known.why_skipped(name))}
+    unread = [name for name, many in zip(comparison._names, comparison._read.times.tolist(), strict=True) if many <= 0]
+    assert all(name in unlike or known.why_skipped(name) for name in unread), unread
     said = [_how(sorted({each.why for each in left} or {*filter(None, [comparison.map.own])}))]
     if unlike:
         why = "; ".join(sorted(set(unlike.values())))

@@ -201,9 +201,8 @@ def test_whose_bytes_are_counted() -> None:
     assert list(numbers) == ["embed", "head", "z"]
     owners = maps.owners_of(buckets)
     assert owners == {0: 1, 1: 1, 2: 2}
-    copied, own = (moved((0, WHOLE), (1, UPPER), (2, WHOLE), own=why) for why in ("", "it computes"))
-    assert maps.read_parts(copied, owners) == [(1, WHOLE), (1, UPPER), (2, WHOLE)]
-    assert maps.read_parts(own, owners) == [(1, None), (2, None)]
+    copied = moved((0, WHOLE), (1, UPPER), left=(Left(2, "", "", ()),))
+    assert maps.read_parts(copied, owners) == [(1, WHOLE), (1, UPPER), (2, None)]
 
 
 ALL = Box(0, 0, ((96, 1, 1),))

@@ -145,7 +145,7 @@ class ModelLoad:
         parts = read_parts(self.map, self._owners)
         self._whole = {number: part for part, (number, box) in enumerate(parts) if box is None}
         self._moves: dict[str, list[tuple[int, Move]]] = {}  # of the tensors that are copied, with their parts
-        for part, move in enumerate(() if self.map.own else self.map.moves):
+        for part, move in enumerate(move for move in self.map.moves if move.tensor not in self.map.left_numbers):
             self._moves.setdefault(self._names[move.tensor], []).append((part, move))
         self._by_scratch = frozenset(
             name
@@ -173,15 +173,15 @@ class ModelLoad:
     def _cut(self, entries: tuple[Entry, ...], segment: int) -> _Work:
         copies, reads, whole = list[Block](), list[Block](), list[Entry]()
         for entry in entries:
-            if entry.name in self._by_scratch:
+            if self.map.own or entry.name in self._by_scratch:
+                whole.append(entry)
                 reads += self._blocks(entry, segment, packed=True)
             else:
                 copies += self._blocks(entry, segment)
-            if self.map.own or entry.name in self._by_scratch:
-                whole.append(entry)
-        for hull in hulls_of(entries) if self.map.own else ():
-            first, part = hull.first, self._whole[self._owners[self._numbers[hull.names[0]]]]
-            reads.append(Block(first, 0, first, hull.end - first, region=first // segment, group=part))
+        for hull in hulls_of(entries) if self._whole else ():
+            first, part = hull.first, self._whole.get(self._owners[self._numbers[hull.names[0]]])
+            if part is not None:
+                reads.append(Block(first, 0, first, hull.end - first, region=first // segment, group=part))
         return _Work(copies, reads, tuple(whole))
 
     def _blocks(self, entry: Entry, segment: int, packed: bool = False) -> Iterator[Block]:

@@ -181,6 +181,10 @@ class LoadMap(msgspec.Struct, frozen=True, array_like=True, dict=True):
     fp8: tuple[tuple[int, int, int], ...] = ()
 
     @cached_property
+    def left_numbers(self) -> frozenset[int]:
+        return frozenset(left.tensor for left in self.left)
+
+    @cached_property
     def digest(self) -> str:
         """Names the map."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()
@@ -355,11 +359,10 @@ HashedPart = tuple[int, Box | None]  # of which tensor, and which elements; ``No
 
 
 def read_parts(found: LoadMap, owners: Mapping[int, int]) -> list[HashedPart]:
-    """Lists what an engine rank hashes of what it reads, in the order of its sums: every move that it copies, or every
-    tensor that the model loads."""
-    if found.own:
-        return [(number, None) for number in sorted(set(owners.values()))]
-    return [(owners[move.tensor], move.box) for move in found.moves]
+    """Lists what an engine rank hashes of what it reads, in the order of its sums: every move, and every tensor that is
+    no mere copy."""
+    parts: list[HashedPart] = [(owners[m.tensor], m.box) for m in found.moves if m.tensor not in found.left_numbers]
+    return parts + [(number, None) for number in sorted({owners[number] for number in found.left_numbers})]
 
 
 def held_parts(found: LoadMap, dtypes: Sequence[str], owners: Mapping[int, int]) -> list[tuple[int, Move]]:
