@@ -9,8 +9,7 @@ import hashlib
 import os
 import pickle
 import socket
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from verl_sync_plugin.config.settings import DEFAULT_MEGABYTES, SyncConfig, settled_megabytes
 from verl_sync_plugin.errors import RankLostError, RolloutError, SyncError
@@ -35,9 +33,6 @@ from verl_sync_plugin.trainers.script import Given, ScriptTrainer, Trained
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import together_seconds
 
-Prompts = Sequence[Sequence[int]] | torch.Tensor
-Answered = tuple[list[int], list[float], str]
-TP = "tp"  # the name of the mesh dimension over which an engine is sharded
 ROUND_SECONDS = 1.0
 
 
@@ -57,9 +52,8 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
     Raises RolloutError where an argument does not fit, or SGLang could not be launched.
 
     Args:
-        model: folder with a ``config.json``, or a config of transformers with its ``architectures``.
-        tensor_parallel_size: of each engine; neighbouring ranks share one. 1 when not given.
-        mesh: instead: its dimension ``tp`` (or its only one) are the ranks of one engine. Of all ranks of the world.
+        model: folder, or name on the Hub, with a ``config.json`` that names ``architectures``.
+        tensor_parallel_size: of each engine; neighbouring ranks share one.
         dtype: of the engine's weights.
         gpu_memory_utilization: share of a GPU that the engine takes for weights and KV cache together.
         random_weights: the engine starts without the weights of ``model``, and generates after the first sync only.
@@ -70,10 +64,9 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
 
     def __init__(
         self,
-        model: Any,
+        model: str,
         *,
-        tensor_parallel_size: int | None = None,
-        mesh: DeviceMesh | None = None,
+        tensor_parallel_size: int = 1,
         dtype: str = "bfloat16",
         gpu_memory_utilization: float = 0.4,
         random_weights: bool = True,
@@ -101,16 +94,15 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
                     raise refused
                 _refuse_values(gpu_memory_utilization, self.device)
                 settled_megabytes(megabytes, None)
-                folder, model_config = self._model(model, random_weights)
-                self.ranks, cuda = engine_ranks(tensor_parallel_size, mesh), self.device.type == "cuda"
+                self.ranks, cuda = engine_ranks(tensor_parallel_size), self.device.type == "cuda"
                 spec = LocalSpec(
-                    folder, model_config, len(self.ranks), dtype, gpu_memory_utilization, random_weights, cuda, config,
-                    engine or {},
+                    str(model), config_of(str(model)), len(self.ranks), dtype, gpu_memory_utilization, random_weights,
+                    cuda, config, engine or {},
                 )  # fmt: skip
                 return spec, rollout_of(LOCAL).prepare_local(spec)
 
             spec, launch = agreement.step("looking at the arguments", look)
-            given = (dtype, gpu_memory_utilization, random_weights, megabytes, config)
+            given = (tensor_parallel_size, dtype, gpu_memory_utilization, random_weights, megabytes, config)
             agreement.same_on_all("the arguments", repr((*given, sorted(spec.arguments.items()))))
             devices, self._group = make_groups(agreement, self.ranks, self.device, config.timeout_seconds)
             agreement.step("making room for the engine", lambda: release_cache(self.device))
@@ -133,25 +125,6 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
                 self._given, endpoint, config, megabytes << 20, self.device, dtype, agreement=agreement
             )
             self._open.callback(self._manager.meeting.close)
-
-    def _model(self, model: Any, random_weights: bool) -> tuple[str, Mapping[str, Any]]:
-        from transformers import AutoConfig, PretrainedConfig
-
-        if isinstance(model, PretrainedConfig):
-            if not random_weights:
-                raise ValueError("random_weights=False: a config has no weights. Give model as a folder that has them.")
-            self._folder = tempfile.TemporaryDirectory(prefix="verl-sync-model-")  # lives as long as the rollout
-            model.save_pretrained(self._folder.name)
-            name, config = self._folder.name, model
-        else:
-            name = str(model)
-            try:
-                config = AutoConfig.from_pretrained(name)
-            except (OSError, ValueError) as error:
-                raise ValueError(f"model={name}: {error}. Give a folder with a config.json, or a config.") from error
-        if not getattr(config, "architectures", None):
-            raise ValueError("model: its config names no architectures. Set for example ['Qwen2ForCausalLM'].")
-        return name, config.to_dict()
 
     def _call(self, what: str, method: str, *arguments: Any) -> Any:
         """Calls a method of the server on all engines, and returns the answer of this rank's, once all have answered;
@@ -237,27 +210,22 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
 
     def generate(
         self,
-        token_ids: Prompts,
+        token_ids: Sequence[Sequence[int]],
         sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-        *,
-        attention_mask: torch.Tensor | None = None,
-        pad_token_id: int = 0,
-    ) -> Generated:
+    ) -> list[Generated]:
         """Generates. All ranks of an engine give the same prompts and get all responses; engines may be given different
         ones, and different numbers of them. Raises RolloutError where a prompt or parameter does not fit, or the engine
         has no weights, has no memory or failed.
 
         Args:
-            token_ids: a list of token ids for each prompt, or whole numbers of shape ``(N, P)``.
+            token_ids: a list of token ids for each prompt.
             sampling: SGLang's sampling parameters (``temperature``, ``max_new_tokens``, ``stop_token_ids``, …), for all
-                prompts or one for each; ``n`` is the number of responses to a prompt.
-            attention_mask: of shape ``(N, P)``, for a tensor of ids; what is 0 or False is padding, on either side.
-            pad_token_id: in padded places of the answer.
+                prompts or one for each; ``n`` is the number of responses to a prompt, which are next to each other.
         """
         self._refuse_closed()
         with errors("generating"):
             agreement = self._agreement
-            request = agreement.step("looking at the prompts", lambda: request_of(token_ids, sampling, attention_mask))
+            request = agreement.step("looking at the prompts", lambda: request_of(token_ids, sampling))
             digests = agreement.gather("comparing the prompts", hashlib.sha256(pickle.dumps(request)).digest())
             with agreement.attempt():
                 if len({digests[rank] for rank in self.ranks}) > 1:
@@ -272,7 +240,10 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
             with agreement.attempt():
                 dist.broadcast_object_list(answered, src=self.ranks[0], group=self._group)
             agreement.settle("sharing the responses")
-        return padded(request[0], answered[0], pad_token_id, self._version, self.device)
+        return [
+            Generated(prompt, ids, log_probs, reason, self._version)
+            for prompt, (ids, log_probs, reason) in zip(request[0], answered[0], strict=True)
+        ]
 
     def digests(self) -> list[dict[str, str]] | None:
         """Digests of all parameters by name, for each rank of the engine; ``None`` on ranks that own no engine."""
@@ -327,25 +298,26 @@ def errors(what: str) -> Iterator[None]:
         raise RolloutError(f"{what} failed.\n{str(error).partition(chr(10))[2] or error}") from error
 
 
-def engine_ranks(tensor_parallel_size: int | None, mesh: DeviceMesh | None) -> tuple[int, ...]:
-    """The ranks of this rank's engine, in tensor-parallel order. Raises ValueError for arguments that do not fit."""
+def config_of(model: str) -> Mapping[str, Any]:
+    """The content of a model's ``config.json``. Raises ValueError where there is none, or it names no architectures."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model={model}: {error}. Give a folder with a config.json, or a name on the Hub.") from error
+    if not getattr(config, "architectures", None):
+        raise ValueError("model: its config names no architectures. Set for example ['Qwen2ForCausalLM'].")
+    return dict(config.to_dict())
+
+
+def engine_ranks(size: int) -> tuple[int, ...]:
+    """The ranks of this rank's engine, in tensor-parallel order. Raises ValueError where the size does not fit."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    size = 1 if tensor_parallel_size is None else tensor_parallel_size
-    if mesh is None:
-        if not _whole(size, 1) or world % size:
-            raise ValueError(f"tensor_parallel_size={size!r}: use a number that divides the {world} ranks.")
-        first = rank // size * size
-        return tuple(range(first, first + size))
-    names = mesh.mesh_dim_names or ()
-    if TP not in names and mesh.ndim != 1:
-        raise ValueError(f"mesh={mesh}: has no dimension named {TP!r}. Name that of the engine's ranks so.")
-    own = mesh[TP] if TP in names and mesh.ndim > 1 else mesh
-    if own.get_coordinate() is None:
-        raise ValueError(f"mesh={mesh}: rank {rank} is not in it. Use a mesh of all ranks.")
-    ranks = tuple(own.mesh.flatten().tolist())
-    if tensor_parallel_size not in (None, len(ranks)):
-        raise ValueError(f"tensor_parallel_size={size}: the mesh says {len(ranks)}. Leave out the former.")
-    return ranks
+    if not _whole(size, 1) or world % size:
+        raise ValueError(f"tensor_parallel_size={size!r}: use a number that divides the {world} ranks.")
+    first = rank // size * size
+    return tuple(range(first, first + size))
 
 
 def _whole(value: Any, least: int) -> bool:
@@ -361,24 +333,21 @@ def make_groups(
     if device.type == "cuda":
         visible, index = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip(), device.index or 0
         name = visible.split(",")[index].strip() if visible else str(index)
-    gathered = agreement.gather("finding the engines' ranks", (ranks, (socket.gethostname(), name)))
-    everywhere, places = zip(*gathered, strict=True)
-    agreement.step("looking at the engines' ranks", lambda: check_groups(everywhere, places))
+    places = agreement.gather("finding the engines' GPUs", (socket.gethostname(), name))
+    agreement.step("looking at the engines' GPUs", lambda: check_places(len(ranks), places))
     timeout = timedelta(seconds=together_seconds(timeout_seconds))
-    group, _ = dist.new_subgroups_by_enumeration([list(each) for each in sorted(set(everywhere))], timeout, "gloo")
+    group, _ = dist.new_subgroups(len(ranks), timeout=timeout, backend="gloo")
     return [places[rank][1] for rank in ranks if places[rank][1]], group
 
 
-def check_groups(everywhere: Sequence[tuple[int, ...]], places: Sequence[tuple[str, str]]) -> None:
-    """Refuses engines that overlap, spread over hosts, or share a GPU. By rank: ``everywhere``, the engine's ranks;
-    ``places``, the host, and the GPU as ``CUDA_VISIBLE_DEVICES`` calls it there ("" on a CPU)."""
-    for rank, ranks in enumerate(everywhere):
-        if rank not in ranks or any(everywhere[other] != ranks for other in ranks):
-            raise ValueError(f"the ranks of one engine disagree: rank {rank} says {ranks}. Use one mesh on all ranks.")
-        if len(hosts := {places[other][0] for other in ranks}) > 1:
+def check_places(size: int, places: Sequence[tuple[str, str]]) -> None:
+    """Refuses engines of ``size`` ranks that spread over hosts, or share a GPU. ``places``: by rank the host, and the
+    GPU as ``CUDA_VISIBLE_DEVICES`` calls it there ("" on a CPU)."""
+    for first in range(0, len(places), size):
+        if len(hosts := {host for host, _ in places[first : first + size]}) > 1:
             raise ValueError(
-                f"the engine of ranks {ranks} would be on the hosts {', '.join(sorted(hosts))}, and SpmdRollout "
-                "launches none on several. Use a tensor_parallel_size of at most the GPUs of one host."
+                f"the engine of ranks {first} to {first + size - 1} would be on the hosts {', '.join(sorted(hosts))}, "
+                "and SpmdRollout launches none on several. Use a tensor_parallel_size of at most the GPUs of one host."
             )
     for rank, (host, device) in enumerate(places):
         if device and (first := places.index((host, device))) < rank:
@@ -390,33 +359,20 @@ def check_groups(everywhere: Sequence[tuple[int, ...]], places: Sequence[tuple[s
 
 @dataclass(frozen=True)
 class Generated:
-    """Prompts and responses of one ``generate``, the same on all ranks of an engine; on the rank's device. ``N`` is
-    prompts times ``n``, the responses to one prompt next to each other; ``P`` and ``R`` are the longest prompt and the
-    longest response. Masks are False where padded."""
+    """One response of ``generate``, the same on all ranks of an engine."""
 
-    prompt_ids: torch.Tensor  # int64 of shape (N, P), padded on the left
-    prompt_mask: torch.Tensor
-    response_ids: torch.Tensor  # int64 of shape (N, R), padded on the right
-    response_mask: torch.Tensor  # the token that ended a response counts
-    log_probs: torch.Tensor  # float32 of shape (N, R), as the engine computed them when it chose; padded: 0.0
-    finish_reasons: tuple[str, ...]  # ``stop``, ``length`` or ``abort``
+    prompt_ids: list[int]
+    response_ids: list[int]  # with the token that ended it
+    log_probs: list[float]  # of ``response_ids``, as the engine computed them when it chose
+    finish_reason: str  # ``stop``, ``length`` or ``abort``
     version: int | None  # of the weights, as ``sync_weights`` counts; ``None`` before the first sync
-
-    @property
-    def ids(self) -> torch.Tensor:
-        """Prompts and responses, as ``mask``: of shape ``(N, P + R)``."""
-        return torch.cat([self.prompt_ids, self.response_ids], 1)
-
-    @property
-    def mask(self) -> torch.Tensor:
-        return torch.cat([self.prompt_mask, self.response_mask], 1)
 
 
 def request_of(
-    token_ids: Prompts, sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, mask: torch.Tensor | None
+    token_ids: Sequence[Sequence[int]], sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 ) -> tuple[list[list[int]], list[dict[str, Any]]]:
     """Checks the arguments of ``SpmdRollout.generate``. Returns a prompt and sampling parameters per response."""
-    prompts = _prompts(token_ids, mask)
+    prompts = [list(prompt) for prompt in token_ids]
     if not prompts:
         raise ValueError("token_ids=[]: no prompts. Give at least one on every rank.")
     for index, prompt in enumerate(prompts):
@@ -442,39 +398,3 @@ def request_of(
         asked += [prompt] * times
         parameters += [given] * times
     return asked, parameters
-
-
-def _prompts(token_ids: Prompts, mask: torch.Tensor | None) -> list[list[int]]:
-    if not isinstance(token_ids, torch.Tensor):
-        if mask is not None:
-            raise ValueError("attention_mask: goes with a padded tensor of token_ids; leave it out for lists.")
-        return [list(prompt) for prompt in token_ids]
-    shape = tuple(token_ids.shape)
-    if len(shape) != 2 or token_ids.is_floating_point():
-        raise ValueError(f"token_ids of {token_ids.dtype} and shape {shape}: use whole numbers of shape (N, P).")
-    if mask is None:
-        return token_ids.tolist()
-    if mask.shape != shape:
-        raise ValueError(f"attention_mask of shape {tuple(mask.shape)}: use that of token_ids, {shape}.")
-    return [row[kept.bool()].tolist() for row, kept in zip(token_ids.cpu(), mask.cpu(), strict=True)]
-
-
-def padded(
-    asked: Sequence[list[int]], answered: Sequence[Answered], pad: int, version: int | None, device: torch.device
-) -> Generated:
-    def joined(rows: Iterable[list[Any]], dtype: torch.dtype, fill: int, side: str) -> torch.Tensor:
-        tensors = [torch.tensor(row, dtype=dtype) for row in rows]
-        return torch.nn.utils.rnn.pad_sequence(tensors, True, fill, padding_side=side).to(device)
-
-    def with_mask(rows: Sequence[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
-        real = ([True] * len(row) for row in rows)
-        return joined(rows, torch.int64, pad, side), joined(real, torch.bool, False, side)
-
-    responses, log_probs, reasons = zip(*answered, strict=True)
-    return Generated(
-        *with_mask(asked, "left"),
-        *with_mask(responses, "right"),
-        joined(log_probs, torch.float32, 0, "right"),
-        tuple(reasons),
-        version,
-    )

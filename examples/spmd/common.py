@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import tempfile
 import time
 from typing import Any
 
@@ -68,38 +69,51 @@ def run(options: argparse.Namespace, model: torch.nn.Module, config: Any, device
     greedy = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
     engine = {"attention_backend": options.attention_backend} if options.attention_backend else {}
     memory = options.gpu_memory_utilization
-    with SpmdRollout(config, tensor_parallel_size=options.tp, gpu_memory_utilization=memory, engine=engine) as rollout:
+    folder = tempfile.TemporaryDirectory()
+    config.save_pretrained(folder.name)  # a sync brings the weights
+    arguments = {"tensor_parallel_size": options.tp, "gpu_memory_utilization": memory, "engine": engine}
+    with folder, SpmdRollout(folder.name, **arguments) as rollout:
         first = sync(rollout, model, options)
         before = rollout.generate(prompts, greedy)
         again = sync(rollout, model, options)
         same = rollout.generate(prompts, greedy)
-        assert torch.equal(before.ids, same.ids) and torch.equal(before.log_probs, same.log_probs), "nothing changed"
+        assert all(map(equal, before, same)), "nothing changed"
         for _ in range(options.steps):
             rollout.release_kv()
             rollout.release_weights()
-            train_step(model, optimizer, before.ids)
+            train_step(model, optimizer, padded(before, device))
             last = sync(rollout, model, options)
             rollout.resume_kv()
             after = rollout.generate(prompts, greedy)
-            assert not torch.equal(before.log_probs, after.log_probs), "the engine has the weights of before the step"
+            assert not all(map(equal, before, after)), "the engine has the weights of before the step"
             before = after
-        off = (log_probs(model, after) - after.log_probs).abs().max().item()
+        off = max(difference(model, each, device) for each in after)
         for report in (first, again, last):
             assert report.coverage_expected > 0 and report.coverage_missing == 0, "a parameter was left out"
         assert last.replayed_tensors == last.tensors, "the copy plan of the first sync was not used"
     if dist.get_rank() == 0:
-        print(f"weights of version {after.version} gave {after.response_ids.tolist()}", flush=True)
+        print(f"weights of version {after[0].version} gave {[each.response_ids for each in after]}", flush=True)
         print(f"log-probs of trainer and rollout differ by at most {off:.4f}", flush=True)
     dist.destroy_process_group()
 
 
+def equal(one: Generated, other: Generated) -> bool:
+    return one.response_ids == other.response_ids and one.log_probs == other.log_probs
+
+
+def padded(answers: list[Generated], device: torch.device) -> torch.Tensor:
+    """Prompts and responses, padded on the right."""
+    rows = [torch.tensor(each.prompt_ids + each.response_ids, device=device) for each in answers]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
 @torch.no_grad()
-def log_probs(model: torch.nn.Module, generated: Generated) -> torch.Tensor:
-    """Returns log-probabilities by the trainer of the tokens that the rollout chose: float32 of shape ``(N, R)``."""
-    positions = (generated.mask.cumsum(1) - 1).clamp(min=0)
-    logits = model(generated.ids, generated.mask.long(), positions, use_cache=False).logits
-    chosen = torch.log_softmax(logits[:, generated.prompt_ids.shape[1] - 1 : -1].float(), -1)
-    return chosen.gather(-1, generated.response_ids[..., None])[..., 0]
+def difference(model: torch.nn.Module, answer: Generated, device: torch.device) -> float:
+    """Returns how far the log-probabilities of a response by the trainer are from the rollout's."""
+    ids, start = torch.tensor([answer.prompt_ids + answer.response_ids], device=device), len(answer.prompt_ids)
+    logits = model(ids, use_cache=False).logits[0, start - 1 : -1].float()
+    chosen = torch.log_softmax(logits, -1).gather(-1, ids[0, start:, None])[:, 0]
+    return (chosen.cpu() - torch.tensor(answer.log_probs)).abs().max().item()
 
 
 def sync(rollout: SpmdRollout, model: torch.nn.Module, options: argparse.Namespace) -> Any:

@@ -18,7 +18,7 @@ from fresh_process import python
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import RolloutError
 from verl_sync_plugin.rollouts import LocalSpec, rollout_of
-from verl_sync_plugin.spmd import Given, SpmdRollout, SpmdShardingManager, check_groups, engine_ranks, request_of
+from verl_sync_plugin.spmd import Given, SpmdRollout, SpmdShardingManager, check_places, engine_ranks, request_of
 
 
 def test_importing_the_package_imports_no_torch(tmp_path: Path) -> None:
@@ -39,24 +39,22 @@ def test_importing_the_package_imports_no_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "sampling", "mask", "words"),
+    ("ids", "sampling", "words"),
     [
-        ([], None, None, "no prompts"),
-        ([[1], []], None, None, "token_ids[1] has no tokens"),
-        ([[1, -2]], None, None, "not token ids"),
-        ([[1.5]], None, None, "not token ids"),
-        (torch.ones(2, 2), None, None, "use whole numbers of shape (N, P)"),
-        (torch.ones(2, 2, dtype=torch.int64), None, torch.ones(2, 3), "use that of token_ids, (2, 2)"),
-        ([[1]], None, torch.ones(1, 1), "goes with a padded tensor"),
-        ([[1], [2]], [{}], None, "1 entries for 2 prompts"),
-        ([[1]], {"n": 0}, None, "sampling['n']=0"),
-        ([[1]], {"stop": ["x"]}, None, "Use stop_token_ids"),
-        ([[1]], {"json_schema": "{}"}, None, "needs a tokenizer. Leave it out"),
+        ([], None, "no prompts"),
+        ([[1], []], None, "token_ids[1] has no tokens"),
+        ([[1, -2]], None, "not token ids"),
+        ([[1.5]], None, "not token ids"),
+        (torch.ones(2, 2, dtype=torch.int64), None, "not token ids"),  # what pads it is not known
+        ([[1], [2]], [{}], "1 entries for 2 prompts"),
+        ([[1]], {"n": 0}, "sampling['n']=0"),
+        ([[1]], {"stop": ["x"]}, "Use stop_token_ids"),
+        ([[1]], {"json_schema": "{}"}, "needs a tokenizer. Leave it out"),
     ],
 )
-def test_what_is_no_prompt_is_refused_by_name(ids: Any, sampling: Any, mask: Any, words: str) -> None:
+def test_what_is_no_prompt_is_refused_by_name(ids: Any, sampling: Any, words: str) -> None:
     with pytest.raises(ValueError) as caught:
-        request_of(ids, sampling, mask)
+        request_of(ids, sampling)
     assert words in str(caught.value)
 
 
@@ -74,41 +72,35 @@ def test_the_engine_keeps_a_copy_of_what_a_sync_would_not_bring_back() -> None:
         assert ("TMS_RETAIN_CPU_BACKUP" in launch.environment) is copied  # it is allocated once
 
 
-def test_engines_share_neither_ranks_nor_gpus_nor_span_hosts() -> None:
+def test_engines_share_no_gpu_and_span_no_hosts() -> None:
     here = [("a", str(number)) for number in range(4)]
-    check_groups([(0, 1), (0, 1), (2, 3), (2, 3)], here)
-    check_groups([(0, 2), (1, 3), (0, 2), (1, 3)], [("a", "")] * 4)
-    for ranks, places, words in (
-        ([(0, 1), (0, 1), (1, 2), (3,)], here, "disagree: rank 2"),
-        ([(0, 1), (0, 1), (2, 3), (2, 3)], [*here[:3], ("b", "3")], "launches none on several"),
-        ([(0,), (1,), (2,), (3,)], [*here[:3], ("a", "0")], "torch.cuda.set_device"),
+    check_places(2, here)
+    check_places(2, [("a", "")] * 4)
+    for size, places, words in (
+        (2, [*here[:3], ("b", "3")], "of ranks 2 to 3 .* launches none on several"),
+        (1, [*here[:3], ("a", "0")], "torch.cuda.set_device"),
     ):
         with pytest.raises(ValueError, match=words):
-            check_groups(ranks, places)
+            check_places(size, places)
 
 
 @on_ranks(4)
-def test_ranks_of_a_mesh_or_neighbours() -> None:
-    mesh, whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp")), init_device_mesh("cpu", (4,))
-    served = ((None, mesh), (2, mesh), (2, None), (None, None), (None, whole))
-    found: list[Any] = [engine_ranks(size, given) for size, given in served]
-    for size, given in ((3, None), (4, mesh), (None, init_device_mesh("cpu", (2, 2)))):
-        with pytest.raises(ValueError) as caught:
-            engine_ranks(size, given)
-        found.append(str(caught.value).partition(":")[0].partition("=")[0])
+def test_neighbours_share_an_engine() -> None:
     rank = torch.distributed.get_rank()
-    mine, neighbours = (rank % 2, rank % 2 + 2), (rank // 2 * 2, rank // 2 * 2 + 1)
-    assert found == [mine, mine, neighbours, (rank,), (0, 1, 2, 3), *("tensor_parallel_size",) * 2, "mesh"]
+    assert [engine_ranks(size) for size in (1, 2)] == [(rank,), (rank // 2 * 2, rank // 2 * 2 + 1)]
+    for size in (3, 0, True):
+        with pytest.raises(ValueError, match=f"tensor_parallel_size={size}: use a number that divides the 4"):
+            engine_ranks(size)
 
 
 QWEN2, LLAMA4 = ({"architectures": [f"{name}ForCausalLM"]} for name in ("Qwen2", "Llama4"))
-# What each rank gives, the first and the second: the model, or "" for a folder without a config.json, and arguments
+# What each rank gives, the first and the second: the model's config, or None for a folder without one, and arguments
 GIVEN: list[tuple[Any, dict[str, tuple[Any, Any]], str]] = [
-    ("", {}, "Give a folder with a config.json"),
+    (None, {}, "Give a folder with a config.json"),
     ({}, {}, "names no architectures"),
-    (QWEN2, {"random_weights": (False, False)}, "a config has no weights"),
     (QWEN2, {"gpu_memory_utilization": (0.4, 40)}, "rank 1: ValueError: gpu_memory_utilization=40"),
     (QWEN2, {"dtype": ("bfloat16", "float16")}, "the ranks disagree on the arguments"),
+    (QWEN2, {"tensor_parallel_size": (1, 2)}, "the ranks disagree on the arguments"),
     (QWEN2, {"sync": (None, {"pause": "in_place"})}, "rank 1: ValueError: sync.pause='in_place'"),
     (QWEN2, {"sync": ({"max_probs_diff": 0.1},) * 2}, "sync.max_probs_diff=0.1"),
     (QWEN2, {"sync": ({"enabled": False},) * 2}, "sync.enabled=False"),
@@ -125,9 +117,12 @@ GIVEN: list[tuple[Any, dict[str, tuple[Any, Any]], str]] = [
 
 @on_ranks(2, timeout=180)
 def test_what_does_not_fit_or_the_engine_cannot_do_is_every_ranks_error(tmp_path: Path) -> None:
+    (folder := tmp_path / str(torch.distributed.get_rank())).mkdir()
+
     def check(model: Any, given: dict[str, Any], words: str) -> None:
-        folder_or_config = str(tmp_path) if model == "" else Qwen2Config(**model)
-        assert words in (text := raised_alike(RolloutError, SpmdRollout, folder_or_config, **given)), text
+        if model is not None:
+            Qwen2Config(**model).save_pretrained(folder)
+        assert words in (text := raised_alike(RolloutError, SpmdRollout, folder, **given)), text
 
     for model, more, words in GIVEN:
         check(model, {key: values[torch.distributed.get_rank()] for key, values in more.items()}, words)

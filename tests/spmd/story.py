@@ -42,17 +42,19 @@ def sharded(made: PreTrainedModel) -> torch.nn.Module:
     return made
 
 
-def off(generated: Generated, expected: torch.nn.Module) -> float:
+def off(generated: list[Generated], expected: torch.nn.Module) -> float:
     """How far the engine's log-probabilities are from those of a whole model."""
-    start = generated.prompt_ids.shape[1]
-    positions = (generated.mask.cumsum(1) - 1).clamp(min=0)
-    with torch.no_grad():
-        logits = expected.bfloat16()(generated.ids, generated.mask.long(), positions).logits[:, start - 1 : -1].float()
-    chosen = torch.log_softmax(logits, -1).gather(-1, generated.response_ids[..., None])[..., 0]
-    return float((chosen - generated.log_probs).abs().max())
+    found = []
+    for each in generated:
+        ids, start = torch.tensor([each.prompt_ids + each.response_ids]), len(each.prompt_ids)
+        with torch.no_grad():
+            logits = expected.bfloat16()(ids).logits[0, start - 1 : -1].float()
+        chosen = torch.log_softmax(logits, -1).gather(-1, ids[0, start:, None])[:, 0]
+        found.append(float((chosen - torch.tensor(each.log_probs)).abs().max()))
+    return max(found)
 
 
-def serves(rollout: SpmdRollout, source: Any, expected: torch.nn.Module) -> Generated:
+def serves(rollout: SpmdRollout, source: Any, expected: torch.nn.Module) -> list[Generated]:
     """The engine has the source's weights after a sync, and every sync is whole and proven."""
     report = rollout.sync_weights(source)
     assert (report.manager, report.coverage_missing, report.tensors > 20) == ("SpmdShardingManager", 0, True), report
@@ -74,12 +76,12 @@ def every_source(rollout: SpmdRollout) -> None:
     cut = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in model(6).state_dict().items()}
     serves(rollout, cut, model(6))
     again = serves(rollout, replicas, model(3))
-    assert torch.equal(first.ids, again.ids) and torch.equal(first.log_probs, again.log_probs)
+    assert [{**vars(each), "version": 7} for each in first] == [vars(each) for each in again]
     rollout.sync_weights(replicas)
     assert rollout.report is not None and rollout.report.replayed_tensors == rollout.report.tensors
     assert rollout.report.staging_bytes == rollout._manager.sender.staging_bytes > 0, "nothing is released"
     same = rollout.generate(PROMPTS, GREEDY)
-    assert torch.equal(same.log_probs, again.log_probs) and same.version == (again.version or 0) + 1
+    assert [vars(each) for each in same] == [{**vars(each), "version": 8} for each in again]
     with_adapter(rollout)
 
 
@@ -104,22 +106,18 @@ def with_adapter(rollout: SpmdRollout) -> None:
 
 
 def generation(rollout: SpmdRollout) -> None:
-    """Lists and padded tensors, several responses, shapes, and what is refused."""
-    lists = rollout.generate(PROMPTS, GREEDY, pad_token_id=3)
-    assert lists.prompt_ids.tolist() == [PROMPTS[0], [3, 3, 3, *PROMPTS[1]]]
-    assert lists.prompt_mask.tolist() == [[True] * 6, [False] * 3 + [True] * 3]
-    assert lists.response_ids.shape == lists.log_probs.shape == (2, 6) and bool(lists.response_mask.all())
-    assert lists.log_probs.dtype == torch.float32 and lists.finish_reasons == ("length", "length")
-    padded = rollout.generate(lists.prompt_ids, GREEDY, attention_mask=lists.prompt_mask, pad_token_id=3)
-    assert torch.equal(padded.ids, lists.ids) and torch.equal(padded.log_probs, lists.log_probs)
+    """Several responses, of several lengths, and what is refused."""
+    both = rollout.generate(PROMPTS, GREEDY)
+    assert [(each.prompt_ids, len(each.response_ids), len(each.log_probs), each.finish_reason) for each in both] == [
+        (prompt, 6, 6, "length") for prompt in PROMPTS
+    ]
     short, long = {**GREEDY, "max_new_tokens": 2}, {**GREEDY, "n": 2}
-    uneven = rollout.generate(PROMPTS, [short, long])
-    assert uneven.response_mask.sum(1).tolist() == [2, 6, 6] and uneven.log_probs[0, 2:].tolist() == [0.0] * 4
-    assert uneven.response_ids[1:].tolist() == lists.response_ids[1:].tolist() * 2
+    uneven = [each.response_ids for each in rollout.generate(PROMPTS, [short, long])]
+    assert uneven == [both[0].response_ids[:2], *[both[1].response_ids] * 2]
     sampled = rollout.generate([PROMPTS[0]], {"temperature": 1.0, "max_new_tokens": 12, "n": 4, "ignore_eos": True})
     everyone: list[Any] = [None] * 2
-    dist.all_gather_object(everyone, sampled.ids)
-    assert torch.equal(*everyone) and len({tuple(row) for row in sampled.response_ids.tolist()}) > 1
+    dist.all_gather_object(everyone, sampled)
+    assert everyone[0] == everyone[1] and len({tuple(each.response_ids) for each in sampled}) > 1
     rank = dist.get_rank()
     text = raised_alike(RolloutError, rollout.generate, [[5 + rank]], GREEDY)
     assert "the ranks of one engine gave different prompts" in text, text

@@ -185,12 +185,12 @@ def _logprobs(options: argparse.Namespace, rollout: Any, model: Any) -> Check:
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     asked = torch.randint(max(1, vocabulary // 2), (PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
     sampling = {"temperature": 0.0, "max_new_tokens": TOKENS, "ignore_eos": True}
-    answer = rollout.generate(asked, sampling)
+    answers = rollout.generate(asked, sampling)
+    whole = torch.tensor([each.prompt_ids + each.response_ids for each in answers], device=rollout.device)
     with torch.no_grad():
-        whole = torch.cat([answer.prompt_ids, answer.response_ids], dim=1)
         logits = model(input_ids=whole, use_cache=False).logits[:, PROMPT_TOKENS - 1 : -1].float()
-        trained = torch.log_softmax(logits, -1).gather(-1, answer.response_ids[..., None])[..., 0]
-    off = (trained - answer.log_probs.to(trained)).abs().double()
+        trained = torch.log_softmax(logits, -1).gather(-1, whole[:, PROMPT_TOKENS:, None])[..., 0]
+    off = (trained - torch.tensor([each.log_probs for each in answers]).to(trained)).abs().double()
     mean, largest = float(off.mean()), float(off.max())  # NaN where either is
     found = f"mean difference {mean:.4f} (at most {options.threshold:g}), largest {largest:.4f}, {off.numel()} tokens"
     return Check("log-probabilities", mean <= options.threshold, found)
