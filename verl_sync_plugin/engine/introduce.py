@@ -9,7 +9,7 @@ right. Where the load does more than copy, the model loads everything itself.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ FP8 = torch.float8_e4m3fn
 FINITE = -0x4001  # clears the highest bit of every exponent, in bf16, fp16 and the upper half of fp32
 MOST_RUNS = 1 << 14  # of one copy
 SHORT_RUN = 32  # bytes; what lies in shorter ones is brought into the tensor's order before it is hashed
-Places = dict[str, tuple[object, ...]]
+Lies = dict[str, tuple[object, ...]]
 
 
 class Storages:
@@ -144,9 +144,9 @@ class _Introduction:
         model = self._model
         # Keeps old tensors alive: else what a load allocates takes the identity of what it replaces
         alive = dict(model_tensors(model.module))
-        before, storages = places_of(model.module), {name: storage_of(tensor) for name, tensor in alive.items()}
+        before, storages = _lies(model.module), {name: storage_of(tensor) for name, tensor in alive.items()}
         recording = record(model, self._sources)
-        unfixed = _moved(before, places_of(model.module))
+        unfixed = _moved(before, _lies(model.module))
         self._storages = Storages(model.module)
         odd = {storages[name]: f"its load lays {name} out again" for name in unfixed if name in storages}
         if not model.can_derive:
@@ -211,7 +211,7 @@ class _Introduction:
     def _prove(self, unfixed: set[str]) -> None:
         """Has the model load marks. Raises ValueError where it does not do what was recorded."""
         model, flats = self._model, self._storages.flats
-        lies, given = places_of(model.module), _Hashes(self._moves, self._by_number, self._device)
+        lies, given = _lies(model.module), _Hashes(self._moves, self._by_number, self._device)
         unproven = [(w.storage, w.rest) for w in self._writes if not w.dead and (not w.name or w.name in self._left)]
         for storage, spans in unproven:
             for first, end in spans.tolist():
@@ -220,7 +220,7 @@ class _Introduction:
             marks = _marks(chunk, self._owners, torch.Generator(self._device).manual_seed(SEED + number))
             given.note(marks)
             model.load_weights(iter([(mark.name, mark.tensor) for mark in marks]))
-        if more := _moved(lies, places_of(model.module)) - unfixed:
+        if more := _moved(lies, _lies(model.module)) - unfixed:
             raise ValueError(f"the load of {model.name} lays {min(more)} out again, and did not when it was recorded")
         self._storages.refresh()
         flats = self._storages.flats
@@ -497,12 +497,12 @@ def box_between(source: torch.Tensor, target: torch.Tensor) -> Box:
     return box_of(target.shape, source.stride(), target.stride(), *first)
 
 
-def places_of(module: torch.nn.Module, but: Container[str] = ()) -> Places:
-    """Finds the place of every tensor of the model, except of those of some names."""
-    return {name: (t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in model_tensors(module) if name not in but}
+def _lies(module: torch.nn.Module) -> Lies:
+    """Finds the place of every tensor of the model."""
+    return {name: (t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in model_tensors(module)}
 
 
-def _moved(before: Places, after: Places) -> set[str]:
+def _moved(before: Lies, after: Lies) -> set[str]:
     return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
 
 

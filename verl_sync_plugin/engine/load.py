@@ -18,17 +18,7 @@ import torch
 from verl_sync_plugin.copies.copier import BucketMemory, Copier, Memory, Prepared
 from verl_sync_plugin.copies.plain import Block
 from verl_sync_plugin.copies.table import QuantizeTable, Rectangle
-from verl_sync_plugin.engine.introduce import (
-    Places,
-    Storages,
-    in_box,
-    introduce,
-    is_turned,
-    kept_in_fp8,
-    memory_of,
-    places_of,
-    unturned,
-)
+from verl_sync_plugin.engine.introduce import Storages, in_box, introduce, is_turned, kept_in_fp8, memory_of, unturned
 from verl_sync_plugin.engine.model import EngineModel, FusedPairs, partner_of
 from verl_sync_plugin.engine.recorder import Source, model_tensors
 from verl_sync_plugin.layout.load_map import (
@@ -46,9 +36,54 @@ from verl_sync_plugin.log import say
 from verl_sync_plugin.transport.memory import Live, Regions
 from verl_sync_plugin.transport.protocol import Held, Manifest
 
+NAMED = 5  # names of a list in a message
 FP8 = "float8_e4m3fn"
-Layout = tuple[tuple[object, ...], Places]
+Layout = tuple[tuple[object, ...], ...]
 _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class LayoutKey:
+    """The places of a model's parameters and buffers, and what the engine adds to that. ``param.data = tensor`` makes
+    no operation, so this is compared at every sync; the walk over modules is done again only where one was replaced."""
+
+    def __init__(self, model: EngineModel, unfixed: frozenset[str] = frozenset()) -> None:
+        """``unfixed``: names of tensors that every load may lay out otherwise."""
+        self._model, self._unfixed = model, unfixed
+        self._walk()
+
+    def _walk(self) -> None:
+        named = list(self._model.module.named_modules(remove_duplicate=False))
+        self._modules = list({id(module): module for _, module in named}.values())
+        self._children = self._children_now()
+        unfixed = {
+            (id(owned), key)
+            for prefix, module in named
+            for owned in (module._parameters, module._buffers)
+            for key in owned
+            if (f"{prefix}.{key}" if prefix else key) in self._unfixed
+        }
+        self._owned = [
+            (owned, frozenset(key for key in owned if (id(owned), key) in unfixed))
+            for module in self._modules
+            for owned in (module._parameters, module._buffers)
+        ]
+
+    def _children_now(self) -> list[object]:
+        return [child for module in self._modules for child in module._modules.values()]
+
+    def now(self) -> Layout:
+        """The layout at this moment; equal to another as long as nothing has moved."""
+        known = self._children
+        found = self._children_now()
+        if len(found) != len(known) or any(a is not b for a, b in zip(found, known, strict=True)):
+            self._walk()
+        tensors = tuple(
+            (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            for owned, unfixed in self._owned
+            for key, tensor in owned.items()
+            if tensor is not None and key not in unfixed
+        )
+        return (self._model.layout_token(), *tensors)
 
 
 class _Work(NamedTuple):
@@ -83,13 +118,13 @@ class ModelLoad:
         self._dtypes = [self._entries[name].dtype for name in self._names]
         self._owners = owners_of(manifest.buckets)
         model.sent = frozenset(self._names)
-        self.map, self._storages, self._unfixed = LoadMap(), Storages(model.module), frozenset[str]()
+        self.map, self._storages, self._key = LoadMap(), Storages(model.module), LayoutKey(model)
         self._layout: Layout | None = None
         self._now: Layout | None = None
         self.replayed = 0
         if before is not None and before._shapes() == self._shapes():
             self.map, self._storages = before.map, before._storages
-            self._unfixed, self._layout = before._unfixed, before._layout
+            self._key, self._layout = before._key, before._layout
         self._compiled = False
         self._live: tuple[tuple[str, ...], Memory, tuple[Prepared, Prepared], list[QuantizeTable]] | None = None
 
@@ -98,17 +133,12 @@ class ModelLoad:
 
     def look(self) -> None:
         """While there is time: looks where the model's parameters are, for ``begin``."""
-        self._now = self._find()
-
-    def _find(self) -> Layout:
-        """The places of parameters and buffers, and what the engine adds to that. ``param.data = tensor`` makes no
-        operation, so they are compared at every sync."""
-        return self._model.layout_token(), places_of(self._model.module, self._unfixed)
+        self._now = self._key.now()
 
     def begin(self) -> None:
         """Before a sync is loaded: finds out what the model does with the tensors, where that is not known or its
         parameters have moved; then they hold rubbish, so the sync has to be loaded. Writes constants."""
-        now, self._now = self._now or self._find(), None
+        now, self._now = self._now or self._key.now(), None
         if self._layout is None or now != self._layout:
             self._introduce()
         if not self._compiled:
@@ -126,11 +156,11 @@ class ModelLoad:
         sources = [Source.of(entry) for entry in self._entries.values()]
         if in_fp8 := kept_in_fp8(self._model, sources):
             rows, columns = self._model.fp8_block
-            self.map = LoadMap(fp8=tuple((numbers[name], rows, columns) for name in in_fp8))
-            self._unfixed = frozenset()
+            self.map, unfixed = LoadMap(fp8=tuple((numbers[name], rows, columns) for name in in_fp8)), frozenset[str]()
         else:
-            self.map, self._storages, self._unfixed = introduce(self._model, sources, owners, self.device)
-        self._layout, self._compiled = self._find(), False
+            self.map, self._storages, unfixed = introduce(self._model, sources, owners, self.device)
+        self._key = LayoutKey(self._model, unfixed)
+        self._layout, self._compiled = self._key.now(), False
 
     @property
     def layout(self) -> Layout:
@@ -316,19 +346,6 @@ class ModelLoad:
         self._model.refresh_copies()
         if self.map.own:
             self._storages.refresh()
-
-    @torch.no_grad()
-    def refuse_rearranged(self) -> None:
-        """Does again what the engine does to parameters that it has loaded: after a sync, which does not, it must
-        change none. Raises ValueError where it does."""
-        held = self.held()
-        self._model.after_load()
-        if self.held() != held or self._find() != self._layout:
-            raise ValueError(
-                f"{self._model.engine} changes parameters, or their places, once they are loaded from a checkpoint, "
-                f"and not after a sync, so {self._model.name} would compute with weights in another layout. "
-                f"{self._model.plain_layout}"
-            )
 
     # ----------------------------------------------------------------------------------------------- what is reported
     def sums(self) -> bytes:
@@ -558,3 +575,37 @@ def _place(tensor: torch.Tensor, memory: BucketMemory, piece: Run) -> None:
 
 def _repeated(flat: torch.Tensor, first: int, step: int, piece: Run) -> torch.Tensor:
     return flat.as_strided((piece.count, piece.width), (step, 1), flat.storage_offset() + first)
+
+
+@torch.no_grad()
+def refuse_rearranged(model: EngineModel, device: torch.device) -> None:
+    """Does again what the engine does to parameters that it has loaded: after a sync, which does not, it must change
+    none.
+
+    Args:
+        model: of this engine rank, after a sync.
+        device: where the model is.
+
+    Raises:
+        ValueError: it changes some or moves them; names these and the remedy.
+    """
+    key, storages = LayoutKey(model), Storages(model.module)
+    layout, before = key.now(), _hashes(storages, device)
+    model.after_load()
+    after = _hashes(storages, device)
+    changed = [p.name for p, one, other in zip(storages.table, before, after, strict=True) if one != other]
+    if changed or key.now() != layout:
+        shown = ", ".join(changed[:NAMED]) or "the places of parameters"
+        raise ValueError(
+            f"{model.engine} changes {shown} once they are loaded from a checkpoint, and not after a sync, so "
+            f"{model.name} would compute with weights in another layout. {model.plain_layout}"
+        )
+
+
+def _hashes(storages: Storages, device: torch.device) -> list[int]:
+    """The hash of all that lies in each storage; 0 for what is on another device."""
+    flats = [flat if flat.device == device else flat[:0].to(device) for flat in storages.flats]
+    sums = torch.zeros(len(flats), dtype=torch.int64, device=device)
+    blocks = [Block(0, 0, 0, len(flat), region=n, group=n) for n, flat in enumerate(flats) if len(flat)]
+    Copier(device, []).prepare(blocks).run(memory_of(flats, device), sums, copy=False)
+    return list(sums.tolist())

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from verl_sync_plugin.config.settings import KEY_PREFIX
-from verl_sync_plugin.engine.load import ModelLoad
+from verl_sync_plugin.engine.load import ModelLoad, refuse_rearranged
 from verl_sync_plugin.engine.model import EngineModel
 from verl_sync_plugin.transport.channel import Channel, ChannelTimeoutError
 from verl_sync_plugin.transport.memory import Live, Regions, decline_staging, open_peer_staging, open_staging, slot_of
@@ -47,7 +47,8 @@ class ReceiverSession:
         self._regions = Regions()
         self._least: int | None = None  # that the engine's allocator held at any sync
         self._lives: tuple[Live, ...] = ()
-        self._judged: object = None  # the layout for which ``refuse_rearranged`` has passed
+        self._plain: object = None  # shapes and strides for which ``refuse_rearranged`` has passed
+        self._judged: object = None  # the layout that had them
         self._maps = True  # trainer ranks' allocations, as far as is known
         self._reserved = 0
 
@@ -151,9 +152,7 @@ class ReceiverSession:
             self._stagings = {}
         sums = load.sums()
         load.finish()
-        if self._judged is not load.layout:
-            load.refuse_rearranged()
-            self._judged = load.layout
+        self._refuse_rearranged(load)
         _wait_for(load.device)  # what the model derived; its forward may use another stream
         if _reserved_bytes() - self._reserved >= LEAST_BYTES:
             # The engine resumes its KV cache next, through an allocator of its own that cannot use what a first sync
@@ -185,6 +184,16 @@ class ReceiverSession:
         torch.cuda.reset_peak_memory_stats()
         self._least = current if least is None else min(current, least)
         return 0 if least is None else peak - self._least
+
+    def _refuse_rearranged(self, load: ModelLoad) -> None:
+        """Once for parameters of these shapes and strides; a load that moves them makes no others."""
+        if self._judged is load.layout:
+            return
+        token, *places = load.layout
+        plain = (token, *(place[1:] for place in places))
+        if plain != self._plain:
+            refuse_rearranged(self._model, load.device)
+        self._plain, self._judged = plain, load.layout
 
     def _open(self, hello: Hello, channel: Channel) -> bool:
         """Maps the staging memory of every trainer rank that is read here; False when a peer's cannot be opened, and
