@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.copies.copier import Copier, Memory
 from verl_sync_plugin.copies.plain import Block, flat_storage
 from verl_sync_plugin.engine.model import EngineModel, partner_of
@@ -145,13 +146,15 @@ class _Introduction:
         # Keeps old tensors alive: else what a load allocates takes the identity of what it replaces
         alive = dict(model_tensors(model.module))
         before, storages = _lies(model.module), {name: storage_of(tensor) for name, tensor in alive.items()}
+        refreshed = {storage_of(tensor) for tensor in model.refreshed}
         recording = record(model, self._sources)
+        known = [w for w in recording.writes if w.name or w.source is not None or storage_of(w.target) not in refreshed]
+        recording.writes = known
         unfixed = _moved(before, _lies(model.module))
         self._storages = Storages(model.module)
         odd = {storages[name]: f"its load lays {name} out again" for name in unfixed if name in storages}
         if not model.can_derive:
-            computed_from = recording.computed_from - {storage_of(each) for each in model.refreshed}
-            odd |= dict.fromkeys(computed_from, "its load computes from it")
+            odd |= dict.fromkeys(recording.computed_from - refreshed, "its load computes from it")
         self._propose(recording, odd)
         self._prove(unfixed)
         self._add_constants()
@@ -221,23 +224,26 @@ class _Introduction:
             given.note(marks)
             model.load_weights(iter([(mark.name, mark.tensor) for mark in marks]))
         if more := _moved(lies, _lies(model.module)) - unfixed:
-            raise ValueError(f"the load of {model.name} lays {min(more)} out again, and did not when it was recorded")
+            raise self._other(f"lays {min(more)} out again with real tensors, and did not without them")
         self._storages.refresh()
         flats = self._storages.flats
         for storage, spans in unproven:
             parts = (flats[storage][first:end] for first, end in spans.tolist())
             if len(spans) and all(part.amin() == part.amax() == POISON for part in parts):
                 name = self._storages.table[storage].name
-                raise ValueError(f"the load of {model.name} does not write {name}, and did when it was recorded")
+                raise self._other(f"does not write {name} with real tensors, and did without them")
         wrong = {self._by_number[move.tensor].name for move in given.wrong(flats)}
         for name in sorted(wrong - self._left.keys()):
-            raise ValueError(f"the load of {model.name} puts {name} elsewhere than when it was recorded")
+            raise self._other(f"puts {name} elsewhere with real tensors than without them")
         self._not_held.update((name, self._left[name]) for name in wrong)
         self._moves = [move for move in self._moves if self._by_number[move.tensor].name not in self._not_held]
         lasting = [each for each in self._constants if _holds(each, flats[each.storage])]
         if len(lasting) < len(self._constants):
-            self._own = "it is loaded next to a constant that changes"
+            self._own = "a constant next to its weights changes with what is loaded"
         self._constants = lasting
+
+    def _other(self, what: str) -> ValueError:
+        return ValueError(f"{self._model.engine}'s load of {self._model.name} {what}. To train this model, {TURN_OFF}.")
 
     def _add_constants(self) -> None:
         """Those of parameters that the engine sets where no checkpoint has them, and this one has not."""

@@ -77,7 +77,8 @@ class EngineModel(ABC):
 
     @property
     def refreshed(self) -> list[torch.Tensor]:
-        """The parameters of which ``refresh_copies`` makes all that ``load_weights`` computes from them."""
+        """The parameters of which ``refresh_copies`` makes all that ``load_weights`` computes from them, and what it
+        makes."""
         return []
 
     def refresh_copies(self) -> None:

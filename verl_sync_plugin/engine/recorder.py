@@ -123,6 +123,7 @@ class _Recorder(TorchDispatchMode):
         self._derived: dict[int, set[str]] = {}  # results of anything else, by storage
         # results of cat: their shape, and of each part its name, itself, the dimension and the start
         self._joined: dict[int, tuple[torch.Size, list[tuple[str, torch.Tensor, int, int]]]] = {}
+        self._zeroed: set[int] = set()  # storages of sources that the load has filled with zeros
         self._keep: list[torch.Tensor] = []  # a freed storage's identity would be used again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -133,8 +134,9 @@ class _Recorder(TorchDispatchMode):
         names = self._names(tensors)
         if func is aten.copy_.default and names:
             return self._copy(args[0], args[1], names)
-        if func._schema.is_mutable and any(storage_of(tensor) in self._targets for tensor in tensors[:1]):
-            return self._write(func, args, names)
+        written = next(_tensors_in((kwargs.get("out"), *args[:1])), None)
+        if func._schema.is_mutable and written is not None and storage_of(written) in self._targets:
+            return self._write(func, written, args, names)
         if not names:
             return self._other(func, args, kwargs, tensors)
         return self._touch(func, args, kwargs, names)
@@ -159,6 +161,8 @@ class _Recorder(TorchDispatchMode):
         if into_model and self._reinterprets(target, source):
             # A replay knows the dtypes of tensors and parameters, and would cast where the model moves bytes
             self._refuse_written(names, "is copied through a view of another dtype", target)
+        elif into_model and storage in self._zeroed:
+            self.recording.writes.append(Write("", target.detach(), 0.0))
         elif into_model and storage in self._sources:
             self.recording.writes.append(Write(self._sources[storage], target.detach(), source))
         elif into_model and self._whole(source) and source.shape == target.shape:
@@ -189,17 +193,17 @@ class _Recorder(TorchDispatchMode):
         lazily_changed = source.is_neg() or source.is_conj()
         return source.dtype != declared or target.dtype not in self._targets[storage_of(target)] or lazily_changed
 
-    def _write(self, func: Any, args: Any, names: set[str]) -> Any:
+    def _write(self, func: Any, target: torch.Tensor, args: Any, names: set[str]) -> Any:
         constant = func in (aten.fill_.Scalar, aten.zero_.default) and not names
         if constant:
             value = float(args[1]) if func is aten.fill_.Scalar else 0.0
-            self.recording.writes.append(Write("", args[0].detach(), value))
+            self.recording.writes.append(Write("", target.detach(), value))
         elif names:
-            self._refuse_written(names, f"goes through {func}", args[0])
+            self._refuse_written(names, f"goes through {func}", target)
             self.recording.computed.update(names)
         else:
-            self.recording.writes.append(Write("", args[0].detach()))
-        return args[0]
+            self.recording.writes.append(Write("", target.detach()))
+        return target
 
     def _other(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
         result = func(*args, **kwargs)
@@ -213,6 +217,9 @@ class _Recorder(TorchDispatchMode):
         """Anything but a copy that involves a source: views pass, a join is noted, the rest refuses the names."""
         if func is aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
             return args[0].detach()  # to another device: the bytes stay what they are
+        if func is aten.zero_.default and args[0].untyped_storage().nbytes() == args[0].nbytes:  # all of what is given
+            self._zeroed.add(storage_of(args[0]))
+            return args[0]
         if func is aten._local_scalar_dense.default:
             self._refuse(names, "is read by the host")
             self.recording.taken.update(names)
@@ -238,6 +245,8 @@ class _Recorder(TorchDispatchMode):
     def _join(self, args: Any, kwargs: Any, result: torch.Tensor) -> bool:
         parts = args[0]
         if not all(self._dtypes.get(storage_of(part)) == part.dtype == result.dtype for part in parts):
+            return False
+        if any(storage_of(part) in self._zeroed for part in parts):
             return False
         dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(result.dim(), 1)
         joined, start = [], 0

@@ -105,7 +105,7 @@ class SGLangModel(EngineModel):
 
     @property
     def refreshed(self) -> list[torch.Tensor]:
-        return [module.weight for module, _ in self._norms]
+        return [tensor for module, copy in self._norms for tensor in (module.weight, copy)]
 
     @torch.no_grad()
     def refresh_copies(self) -> None:
