@@ -60,7 +60,7 @@ class Comparison:
         map: of this rank's engine rank.
         compared: numbers of the tensors that are compared wherever they lie in the engine.
         left_out: by name, tensors that are not on every engine rank, with the reason.
-        kept, unwritten: how many parameters and buffers its model has, and those that no sync writes whole.
+        tensor_count, unwritten: how many parameters and buffers its model has, and those that no sync writes whole.
         blocks: of tensors to be sent in fp8, by name, rows and columns of a block.
     """
 

@@ -2,8 +2,8 @@
 """Loads what arrives into the engine's model, as its ``LoadMap`` says, and reports what was read and what is held.
 
 What the map copies goes from regions of memory (a slot, or the trainer's own parameters) straight to its place, hashed
-on the way. A tensor that is cast or turned over is brought into scratch memory whole and copied from there; what is
-left to the model is brought together in the same way, and given to its ``load_weights``.
+on the way. A tensor that is cast or turned over is brought into scratch memory whole and copied from there. Where the
+model loads everything itself, all tensors are brought together in the same way, and given to its ``load_weights``.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ class Direct(Way):
 
     Only where an engine rank has said that its load map covers everything, every trainer rank can tell where its
     parameters are, and every engine rank can map them. What cannot be read so (merged adapters, offloaded parameters, a
-    model that loads some tensors itself) is staged.
+    model that loads the tensors itself) is staged.
 
     Attributes:
         ruled_out: why the user has all parameters staged; empty where they are not.
