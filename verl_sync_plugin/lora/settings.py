@@ -17,13 +17,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from verl_sync_plugin.config.settings import TURN_OFF, lora_rank_of
+from verl_sync_plugin.config.settings import lora_rank_of
 
 if TYPE_CHECKING:
     from verl_sync_plugin.rollouts import Rollout
 
 PREFIX = "actor_rollout_ref.model"
-REMEDY = f"Merge the adapter into the checkpoint of {PREFIX}.path, or {TURN_OFF}"
+REMEDY = f"Merge the adapter into the checkpoint of {PREFIX}.path"
 LEAVE_OUT = f"Leave it out of the adapter (see {PREFIX}.exclude_modules)"
 TIED = (
     "tied: merged they differ, and the engine has one weight for both. Leave them out of the adapter (see "
