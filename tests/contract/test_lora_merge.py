@@ -166,7 +166,12 @@ def refusal(model: torch.nn.Module) -> str:
     with pytest.raises(ValueError) as caught:
         merging_source(model)
     text = str(caught.value)
-    remedies = ("into the checkpoint of actor_rollout_ref.model.path", "exclude_modules", "Switch it on", "Activate one")
+    remedies = (
+        "into the checkpoint of actor_rollout_ref.model.path",
+        "exclude_modules",
+        "Switch it on",
+        "Activate one",
+    )
     assert any(remedy in text for remedy in remedies), "names no remedy"
     return text
 
