@@ -147,7 +147,7 @@ def settled_megabytes(short: Any, long: Any, given: bool = True) -> int:
         raise ValueError(f"{key}={size!r}: not a whole number of MiB. Use for example {key}=512.")
     if size <= 0:
         raise ValueError(f"{key}={size}: a bucket must hold at least 1 MiB. Use for example {key}=512.")
-    if given and short not in (None, long):
+    if given and None not in (short, long) and short != long:
         raise ValueError(
             f"{SHORT_BUCKET_KEY}={short} and {LONG_BUCKET_KEY}={long} are both given and differ. "
             "Remove one of them, or give both the same value."
