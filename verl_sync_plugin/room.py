@@ -106,8 +106,7 @@ class Room:
             return release()
         reserve = memory.total // RESERVE_SHARE
         if self._activations:
-            known = MEASURED_TIMES * self._activations + MEASURED_BESIDE
-            reserve = min(reserve, max(memory.total // LEAST_SHARE, known))
+            reserve = max(memory.total // LEAST_SHARE, MEASURED_TIMES * self._activations + MEASURED_BESIDE)
         short = grown + more + reserve > memory.free
         return release() if short and memory.cached > 0 else None
 
