@@ -214,17 +214,18 @@ HELD = [[ALL], [None], HALVES, HALVES[:1], COLUMNS, [FUSED[0], *FUSED[2:]], FUSE
 
 
 def test_parts_are_weighed_so_that_every_element_counts_alike() -> None:
-    """Or not at all, where some are nobody's, or a part has some that there are unequally often."""
+    """Or only whole ones, or none, where some are nobody's, or a part has some that there are unequally often."""
     chance, found = random.Random(3), set[int]()
     for _ in range(500):
         ranks = [[(0, box) for box in chance.choice(HELD)] for _ in range(chance.randint(1, 5))]
         parts = [range(96) if box is None else [s for s, _ in elements_of(box)] for rank in ranks for _, box in rank]
         many = Counter(element for part in parts for element in part)
         alike = len(many) == 96 and all(len({many[element] for element in part}) == 1 for part in parts)
-        times = math.lcm(*many.values()) if alike else -1
+        wholes = [int(box is None) for rank in ranks for _, box in rank]
+        times = math.lcm(*many.values()) if alike else sum(wholes) or -1
         (weighed, once), factors = maps.weigh([96, 7], [*ranks, [(1, None)]])
         assert (weighed, once, factors.pop()) == (times, 1, [1]), ranks
-        wanted = [times // many[part[0]] if alike else 0 for part in parts]
+        wanted = [times // many[part[0]] if alike else whole for part, whole in zip(parts, wholes, strict=True)]
         assert [each for of_rank in factors for each in of_rank] == wanted, ranks
         found.add(times)
     assert {-1, 1, 2, 3, 6} <= found

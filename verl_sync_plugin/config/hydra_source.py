@@ -36,7 +36,7 @@ def given(section: Any, key: str, default: Any, resolved: bool = False) -> bool:
     """True if somebody has given ``key``, in a section of a composed config. Once that is ``resolved``, whoever gives
     the default seems to have given nothing."""
     raw: Any = OmegaConf.to_container(section, resolve=False)
-    return bool(raw[key] != (default if resolved else not_given(default)))
+    return bool(raw.get(key) != (default if resolved else not_given(default)))
 
 
 def verl_configs() -> Path:

@@ -146,7 +146,7 @@ class _Introduction:
         # Keeps old tensors alive: else what a load allocates takes the identity of what it replaces
         alive = dict(model_tensors(model.module))
         before, storages = _lies(model.module), {name: storage_of(tensor) for name, tensor in alive.items()}
-        refreshed = {storage_of(tensor) for tensor in model.refreshed}
+        refreshed = {storage_of(copy): storage_of(weight) for weight, copy in model.refreshed}
         recording = record(model, self._sources)
         known = [w for w in recording.writes if w.name or w.source is not None or storage_of(w.target) not in refreshed]
         recording.writes = known
@@ -154,7 +154,7 @@ class _Introduction:
         self._storages = Storages(model.module)
         odd = {storages[name]: f"its load lays {name} out again" for name in unfixed if name in storages}
         if not model.can_derive:
-            odd |= dict.fromkeys(recording.computed_from - refreshed, "its load computes from it")
+            odd |= dict.fromkeys(recording.computed_from.difference(refreshed.values()), "its load computes from it")
         self._propose(recording, odd)
         self._prove(unfixed)
         self._add_constants()

@@ -341,7 +341,7 @@ class ModelLoad:
             ValueError: a tensor is incomplete.
         """
         self._assembler.finish()
-        if self.map.derives and self._moves:
+        if self.map.derives and not self.map.own:  # an own load has derived by itself
             self._model.derive_after_load()
         self._model.refresh_copies()
         if self.map.own:

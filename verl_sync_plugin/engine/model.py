@@ -76,9 +76,9 @@ class EngineModel(ABC):
         raise NotImplementedError
 
     @property
-    def refreshed(self) -> list[torch.Tensor]:
-        """The parameters of which ``refresh_copies`` makes all that ``load_weights`` computes from them, and what it
-        makes."""
+    def refreshed(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters, each with the tensor that ``refresh_copies`` makes of it, which is all that ``load_weights``
+        computes from it."""
         return []
 
     def refresh_copies(self) -> None:

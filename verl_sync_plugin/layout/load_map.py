@@ -396,6 +396,8 @@ def weigh(numels: Sequence[int], everyone: Sequence[Sequence[HashedPart]]) -> tu
             if kind not in known:
                 known[kind] = balance(numels[number], boxes)
             times[number], of_parts = known[kind]
+            if times[number] < 0 and None in boxes:  # then those that hash it whole
+                times[number], of_parts = boxes.count(None), tuple(int(box is None) for box in boxes)
         for (rank, place), factor in zip(places, of_parts, strict=True):
             factors[rank][place] = factor
     return times, factors

@@ -104,8 +104,8 @@ class SGLangModel(EngineModel):
         self._model.post_load_weights()
 
     @property
-    def refreshed(self) -> list[torch.Tensor]:
-        return [tensor for module, copy in self._norms for tensor in (module.weight, copy)]
+    def refreshed(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(module.weight, copy) for module, copy in self._norms]
 
     @torch.no_grad()
     def refresh_copies(self) -> None:

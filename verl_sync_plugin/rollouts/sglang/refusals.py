@@ -72,11 +72,12 @@ REFUSED: Rows = {
 }
 # What a launched SGLang resolved where verl's ``rollout.quantization`` is fp8
 IN_FP8: Rows = {**REFUSED, "quantization": (only("fp8"), UNSERVED), "json_model_override_args": (but(None), UNSERVED)}
-HAVE_A_KEY = {"tp_size": "tensor_model_parallel_size", "dtype": "dtype", "load_format": "load_format"}
+HAVE_A_KEY = {"dtype": "dtype", "load_format": "load_format"}
 # Arguments that verl finds out by itself, or by a key that verl and the plugin read
 VERLS_OWN: Rows = {
     "model_path": (only(None), "verl sets it by itself. Remove it, and set actor_rollout_ref.model.path"),
     "nnodes": (only(None, 1), "verl sets it by itself. Remove it: verl counts the nodes of an engine"),
+    "tp_size": (only(None), f"verl multiplies two keys. Remove it, and set {PREFIX}.tensor_model_parallel_size"),
     **{
         key: (only(None), f"{PREFIX}.{own} says otherwise, and verl and the plugin go by that. Set it instead")
         for key, own in HAVE_A_KEY.items()
@@ -98,6 +99,7 @@ UNSYNCABLE = {
     "Llama4ForCausalLM": "its loader for the text model alone knows no experts",
     # apply_ape_hotfix of its compressor
     "DeepseekV4ForCausalLM": "its loader rearranges a parameter after its first load, and after no other",
+    "LongcatFlashForCausalLM": "its loader scales norms again with every part that it loads",
 }
 
 # Modules that SGLang computes in one, and of which of them it needs factors if it gets any
@@ -132,7 +134,9 @@ def refuse_keys(rollout: Any) -> None:
     given = engine_arguments(rollout)
     refuse_arguments({"load_format": rollout.get("load_format", None)}.get, PREFIX, TURN_OFF)
     refuse_arguments(given.get, ARGUMENTS, TURN_OFF)
-    twice = [key for key, own in HAVE_A_KEY.items() if given.get(key, None) == rollout.get(own, None)]
+    ranks = (rollout.get("tensor_model_parallel_size", None) or 1) * (rollout.get("data_parallel_size", None) or 1)
+    settled = {"tp_size": ranks, **{key: rollout.get(own, None) for key, own in HAVE_A_KEY.items()}}
+    twice = [key for key, value in settled.items() if given.get(key, None) == value]
     refuse_arguments(lambda key: None if key in twice else given.get(key, None), ARGUMENTS, rows=VERLS_OWN)
     _refuse_data_parallel(rollout, given)
 
