@@ -72,15 +72,15 @@ REFUSED: Rows = {
 }
 # What a launched SGLang resolved where verl's ``rollout.quantization`` is fp8
 IN_FP8: Rows = {**REFUSED, "quantization": (only("fp8"), UNSERVED), "json_model_override_args": (but(None), UNSERVED)}
-HAVE_A_KEY = {"dtype": "dtype", "load_format": "load_format"}
+SAME_KEYS = ("dtype", "load_format")  # which verl has, too
 # Arguments that verl finds out by itself, or by a key that verl and the plugin read
 VERLS_OWN: Rows = {
     "model_path": (only(None), "verl sets it by itself. Remove it, and set actor_rollout_ref.model.path"),
     "nnodes": (only(None, 1), "verl sets it by itself. Remove it: verl counts the nodes of an engine"),
     "tp_size": (only(None), f"verl multiplies two keys. Remove it, and set {PREFIX}.tensor_model_parallel_size"),
     **{
-        key: (only(None), f"{PREFIX}.{own} says otherwise, and verl and the plugin go by that. Set it instead")
-        for key, own in HAVE_A_KEY.items()
+        key: (only(None), f"{PREFIX}.{key} says otherwise, and verl and the plugin go by that. Set it instead")
+        for key in SAME_KEYS
     },
 }
 NO_DRAFT_MODEL = "NGRAM"  # the ``speculative_algorithm`` that drafts from tokens it has seen
@@ -135,7 +135,7 @@ def refuse_keys(rollout: Any) -> None:
     refuse_arguments({"load_format": rollout.get("load_format", None)}.get, PREFIX, TURN_OFF)
     refuse_arguments(given.get, ARGUMENTS, TURN_OFF)
     ranks = (rollout.get("tensor_model_parallel_size", None) or 1) * (rollout.get("data_parallel_size", None) or 1)
-    settled = {"tp_size": ranks, **{key: rollout.get(own, None) for key, own in HAVE_A_KEY.items()}}
+    settled = {"tp_size": ranks, **{key: rollout.get(key, None) for key in SAME_KEYS}}
     twice = [key for key, value in settled.items() if given.get(key, None) == value]
     refuse_arguments(lambda key: None if key in twice else given.get(key, None), ARGUMENTS, rows=VERLS_OWN)
     _refuse_data_parallel(rollout, given)
