@@ -24,10 +24,7 @@ BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"  # of a part that is written
 HEADLINE = {
     "headline-7b-fsdp2": "7.6 B, FSDP2 on 2 GPUs → TP2",
     "headline-moe-8b-fsdp2": "MoE 8.3 B, FSDP2 on 2 GPUs → TP2",
-    "fp8-7b-fsdp2": "7.6 B, FSDP2 on 2 GPUs → TP2 in fp8",
-    "fp8-moe-8b-fsdp2": "MoE 8.3 B, FSDP2 on 2 GPUs → TP2 in fp8",
     "headline-7b-bridge": "7.6 B, Megatron-Bridge TP2 → TP2",
-    "fp8-7b-bridge": "7.6 B, Megatron-Bridge TP2 → TP2 in fp8",
     "headline-mla-7b-bridge": "MoE 7.2 B, latent attention, EP2 → TP2",
     "headline-7b-fsdp2-lora32": "7.6 B, FSDP2, LoRA merged → TP2",
     "separate-headline-7b-fsdp2": "7.6 B, FSDP2 on 1 GPU → 1 GPU of its own",
