@@ -3,9 +3,10 @@
 # Measures cases on an offline GPU machine, in one visit.
 #   COMMIT=... bash benchmarks/gpu_visit.sh [HARNESS] ARGUMENTS [-- [HARNESS] ARGUMENTS ...]
 # HARNESS is phase (where none is named), memory, transfer, pauses or soak.
-# Each case takes the arguments of that harness but --work and --out. Run it in the repository's root, next to the payload
-# in .gpu; results (CASE.json) and logs (logs.tgz) go to $OUT.
-# VISIT_SECONDS bounds the whole visit, CASE_SECONDS tests and a case of transfer, pauses or soak (phase has its --timeout). "model --size SIZE" only makes a model for phase; "tests WORD ..." runs pytest, which has to be in the
+# Each case takes the arguments of that harness but --work and --out. Run it in the repository's root; PAYLOAD is the
+# payload's folder (.gpu), SOURCE the checkout to install (this one). Results (CASE.json) and logs (logs.tgz) go to $OUT.
+# VISIT_SECONDS bounds the whole visit, CASE_SECONDS tests and a case of transfer, pauses or soak (phase has its
+# --timeout). "model --size SIZE" only makes a model for phase; "tests WORD ..." runs pytest, which has to be in the
 # payload (benchmarks/README.md), with these words and the installed package.
 #   COMMIT=... bash benchmarks/gpu_visit.sh --lanes FILE
 # runs several lanes at the same time, each on GPUs of its own: a line "lane 0,1" of the file opens one, every other line
@@ -19,15 +20,17 @@ LIMIT=${VISIT_SECONDS:-570}
 CASE_LIMIT=${CASE_SECONDS:-300}
 OUT=${OUT:?a folder for the results}
 REPO=$PWD
+PAYLOAD=$(cd "${PAYLOAD:-.gpu}" && pwd) || exit 1
+SOURCE=$(cd "${SOURCE:-.}" && pwd) || exit 1
 SITE=/tmp/site
 BENCH=/tmp/bench
-# Megatron-Bridge with its megatron-core, from .gpu/bridge.txz (benchmarks/stage_bridge.sh)
+# Megatron-Bridge with its megatron-core, from bridge.txz of the payload (benchmarks/stage_bridge.sh)
 BRIDGE_SITE=/tmp/bridge-site
 
 install_package() {
   local source=/tmp/plugin-src
   rm -rf "$source" && mkdir -p "$source"
-  tar c --exclude=./.gpu --exclude=./.git . | tar x -C "$source"
+  tar c --exclude='./.gpu*' --exclude=./.git . | tar x -C "$source"
   python3 -m pip install -q --no-index --no-deps --no-build-isolation --no-compile --upgrade --target "$SITE" \
     "$source" "$source/cpu_stack"
 }
@@ -142,8 +145,8 @@ save_logs() {
 stamp() {
   {
     echo "$COMMIT"
-    find verl_sync_plugin cpu_stack configs setup.py pyproject.toml -type f ! -name '*.pyc' -exec sha256sum {} + | sort
-    find .gpu -name '*.*xz' -exec sha256sum {} + | sort
+    cd "$SOURCE" && find verl_sync_plugin cpu_stack configs setup.py pyproject.toml -type f ! -name '*.pyc' -exec sha256sum {} + | sort
+    find "$PAYLOAD" -name '*.*xz' -exec sha256sum {} + | sort
   } | sha256sum
 }
 STAMP=$(stamp)
@@ -151,11 +154,11 @@ WARM=
 [ "$(cat "$SITE/.stamp" 2>/dev/null)" = "$STAMP" ] && WARM=1
 if [ -z "$WARM" ]; then
   rm -f "$SITE/.stamp"
-  bash .gpu/scripts/install.sh .gpu || exit 1
+  bash "$PAYLOAD/scripts/install.sh" "$PAYLOAD" || exit 1
   for file in verl/trainer/main_ppo.py sglang/launch_server.py; do
     [ -f "$SITE/$file" ] || { echo "the payload was not unpacked whole: $SITE/$file is missing" >&2 && exit 1; }
   done
-  [ ! -f .gpu/bridge.txz ] || { mkdir -p "$BRIDGE_SITE" && tar xJf .gpu/bridge.txz -C "$BRIDGE_SITE"; } || exit 1
+  [ ! -f "$PAYLOAD/bridge.txz" ] || { mkdir -p "$BRIDGE_SITE" && tar xJf "$PAYLOAD/bridge.txz" -C "$BRIDGE_SITE"; } || exit 1
 fi
 . /tmp/s/env.sh
 # of an earlier visit only the models stay, which are complete or made again
@@ -166,7 +169,7 @@ export PYTHONPATH=$BENCH:$PYTHONPATH
 [ "$1" = --lanes ] && cp "$2" "$BENCH/lanes" && set -- --lanes "$BENCH/lanes"
 cd /tmp || exit 1
 if [ -z "$WARM" ]; then
-  (cd "$REPO" && install_package) || exit 1
+  (cd "$SOURCE" && install_package) || exit 1
   # the payload comes without bytecode, and every process of a run imports thousands of modules
   env -u PYTHONDONTWRITEBYTECODE python3 -m compileall -q -j 0 "$SITE" >/dev/null 2>&1
   echo "$STAMP" >"$SITE/.stamp"
