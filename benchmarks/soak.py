@@ -190,9 +190,9 @@ def colocated(trained: Any, server: Any, bucket_mb: int, device: str) -> Plugin:
 
     from verl_sync_plugin.config.settings import SyncConfig
     from verl_sync_plugin.sharding_manager import get_sharding_manager
-    from verl_sync_plugin.trainers.base import take_over
+    from verl_sync_plugin.trainers.base import export_shards
 
-    take_over(True)
+    export_shards(True)
     stream, _ = trained.get_per_tensor_param()
     manager = get_sharding_manager(stream.trainer, "sglang")
     config = SyncConfig(timeout_seconds=TIMEOUT_SECONDS)

@@ -302,7 +302,7 @@ class ServerEndpoint(RolloutEndpoint):
         flushing, self._flushing = self._flushing or _asked(self._server, "GET", "/flush_cache"), None
         await asyncio.wrap_future(flushing)
 
-    def flush_behind_load(self) -> None:
+    def flush_after_load(self) -> None:
         self._flushing = _asked(self._server, "GET", "/flush_cache")
 
     async def abandon(self, why: str) -> None:

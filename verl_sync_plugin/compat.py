@@ -2,7 +2,7 @@
 """Differences between versions of verl and SGLang: detected by feature, in one place.
 
 Supported: verl 0.9 and 0.10; SGLang 0.5.12 and later. With SGLang 0.5.21 and later stock verl 0.9.1 is broken. There
-alone, one name in one verl module is replaced (``launch_shims``); nothing else is ever patched.
+alone, one name in one verl module is replaced (``launch_shims``).
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class SyncReport:
     @property
     def in_place(self) -> bool:
         """True if engine ranks read parameters where they lie."""
-        return self.delivery == "direct"
+        return self.delivery == "in place"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -191,7 +191,7 @@ def metrics_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-def sent(report: Mapping[str, Any]) -> dict[str, float]:
+def trainer_metrics(report: Mapping[str, Any]) -> dict[str, float]:
     """Metrics of a sync that a trainer rank without an engine knows, from its report: ``timing_s/sync/...`` too."""
     timing = {f"timing_s/{name}": value for name, value in timing_of([report]).items()}
     # of these it would report zeros that say nothing

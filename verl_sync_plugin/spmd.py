@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from verl_sync_plugin.config.settings import DEFAULT_MEGABYTES, SyncConfig, settled_megabytes
+from verl_sync_plugin.config.settings import DEFAULT_MEGABYTES, SyncConfig, bucket_megabytes
 from verl_sync_plugin.errors import RankLostError, RolloutError, SyncError
 from verl_sync_plugin.report import SyncReport, write_report
 from verl_sync_plugin.rollouts import LOCAL, LocalLaunch, LocalSpec, rollout_of
@@ -83,7 +83,7 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
         self._version: int | None = None
         with errors("making the rollout"):
             try:
-                config, refused = settled_config(sync), None
+                config, refused = script_sync_config(sync), None
             except (ValueError, TypeError) as error:
                 config, refused = SyncConfig(), error
             agreement = self._agreement = Agreement(config.timeout_seconds)
@@ -93,7 +93,7 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
                 if refused is not None:
                     raise refused
                 _refuse_values(gpu_memory_utilization, self.device)
-                settled_megabytes(megabytes, None)
+                bucket_megabytes(megabytes, None)
                 self.ranks, cuda = engine_ranks(tensor_parallel_size), self.device.type == "cuda"
                 spec = LocalSpec(
                     str(model), config_of(str(model)), len(self.ranks), dtype, gpu_memory_utilization, random_weights,
@@ -124,7 +124,7 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
             self._manager = SpmdShardingManager(
                 self._given, endpoint, config, megabytes << 20, self.device, dtype, agreement=agreement
             )
-            self._open.callback(self._manager.meeting.close)
+            self._open.callback(self._manager.connection.close)
 
     def _call(self, what: str, method: str, *arguments: Any) -> Any:
         """Calls a method of the server on all engines, and returns the answer of this rank's, once all have answered;
@@ -266,7 +266,7 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
         self.close()
 
 
-def settled_config(sync: SyncConfig | Mapping[str, Any] | None) -> SyncConfig:
+def script_sync_config(sync: SyncConfig | Mapping[str, Any] | None) -> SyncConfig:
     config = sync if isinstance(sync, SyncConfig) else SyncConfig.from_mapping(sync)
     if config.pause != "abort" or config.max_probs_diff is not None or not config.enabled:
         raise ValueError(

@@ -41,7 +41,6 @@ from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed
 
 FIRST_SYNCS = 3  # verified by ``custom.sync.verify=first``
-NAMED = 5  # tensors in a message
 FORMAT_KEY = "actor_rollout_ref.rollout.load_format"  # verl's
 DERIVED = "what the model computes from parameters after its load"
 
@@ -209,10 +208,10 @@ class Comparison:
             say(text)
 
     def _say_what_is_compared(self, found: LoadMap) -> None:
-        self._say(f"of {len(self._names)} tensors sent {len(self.compared)} are found again in the engine's parameters")
+        self._say(f"of {len(self._names)} tensors sent {len(self.compared)} can be compared in the engine's parameters")
         for line in by_reason("not comparable", self.left_out.items()):
             self._say(line)
-        if unproven := unwritten(msgspec.structs.replace(found, theirs=())):
+        if unproven := unwritten(msgspec.structs.replace(found, own_writes=())):
             self._say(f"{len(unproven)} engine parameters are not proven whole: {_elements(unproven)}")
 
     def weighed(self, sent: torch.Tensor, committed: Committed | None, verified: bool) -> torch.Tensor:
@@ -306,7 +305,7 @@ def refuse_changed(changed: Sequence[str]) -> None:
     """Raises ValueError where constants next to the weights, or elements in a wider dtype, have other bits than a load
     leaves."""
     if changed:
-        raise ValueError(f"the engine's parameters hold what no load puts there: {', '.join(changed[:NAMED])}")
+        raise ValueError(f"the engine's parameters hold what no load puts there: {some(changed)}")
 
 
 def times_sent(plan: Plan, world: int) -> torch.Tensor:
@@ -321,7 +320,7 @@ def times_sent(plan: Plan, world: int) -> torch.Tensor:
 def _left_out(tensors: _Tensors, maps: list[LoadMap]) -> dict[str, str]:
     names, found = tensors.names, dict[str, str]()
     for each in maps:
-        found.update((names[number], why) for number, why in each.not_held)
+        found.update((names[number], why) for number, why in each.unplaced)
         narrow = {m.tensor for m in each.moves if size_of(m.dtype) < size_of(tensors.dtypes[m.tensor])}
         found.update((names[number], ROUNDED) for number in narrow)
         if each.derives:
@@ -330,7 +329,7 @@ def _left_out(tensors: _Tensors, maps: list[LoadMap]) -> dict[str, str]:
 
 
 def _elements(missing: Sequence[tuple[StateTensor, int, int]]) -> str:
-    return ", ".join(f"{tensor.name} ({wrote} of {total} elements)" for tensor, wrote, total in missing[:NAMED])
+    return some([f"{tensor.name} ({wrote} of {total} elements)" for tensor, wrote, total in missing])
 
 
 class Cadence:

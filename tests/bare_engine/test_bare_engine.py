@@ -30,7 +30,7 @@ from verl_sync_plugin.rollouts import rollout_of
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager
-from verl_sync_plugin.trainers.base import take_over
+from verl_sync_plugin.trainers.base import export_shards
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ class Rank:
         unmeasured.start()  # all that is slow to import is there
         call = self._call if self.engine else None
         endpoint = RolloutEndpoint(rollout_of("sglang"), call, tuple(range(case.world)), timeout_seconds=60.0)
-        take_over(True)
+        export_shards(True)
         stream, _ = self.trainer.get_per_tensor_param()  # type: ignore[attr-defined]
         manager_class = get_sharding_manager(stream.trainer, "sglang")
         config = SyncConfig(timeout_seconds=60, verify="first")
@@ -112,13 +112,13 @@ def play(rank: int, case: Case, model: str, folder: Path, port: int) -> None:
 
 def three_syncs(member: Rank) -> None:
     """Compares three syncs bit for bit; the last rank comes late to its listener, and the second engine is awake."""
-    ask = member.manager.meeting.ask
+    ask = member.manager.connection.ask
 
     def late() -> None:
         time.sleep(1.0 if member.is_last else 0.0)  # its engine rank has connected by then
         ask()
 
-    member.manager.meeting.ask = late  # type: ignore[method-assign]
+    member.manager.connection.ask = late  # type: ignore[method-assign]
     for version in (1, 2, 3):
         synced(member, version, awake=version == 2)
         if member.engine is not None:

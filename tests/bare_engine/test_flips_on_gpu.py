@@ -70,7 +70,7 @@ class Flips:
                 self._way.sync()
             except SyncError as error:
                 text = str(error)
-        assert (self._manager.report.delivery == "direct") is self._direct
+        assert (self._manager.report.delivery == "in place") is self._direct
         for _ in range(2):
             self._exact()
         return text

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from verl_sync_plugin.copies.copier import BucketMemory
 from verl_sync_plugin.engine.load import Assembler
+from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Plan, Shard
 from verl_sync_plugin.sync.sender import SLOTS, BucketSender
 from verl_sync_plugin.transport.agreement import Agreement
@@ -33,7 +34,7 @@ class Reader:
         """Plans a sync, of whose tensors this rank has these parts."""
         self.source = self.source.agree_on_layout(self.agreement)
         shards: list[Shard] = self.agreement.step("reading the shards", self.source.shards)
-        self.plan = self.source.plan(tuple(shard.base for shard in shards), bucket_bytes, sharded)
+        self.plan = plan_buckets(tuple(shard.base for shard in shards), bucket_bytes, sharded)
         assert self.plan.slot_bytes <= bucket_bytes
         self.agreement.same_on_all("the plan", self.plan.digest)
         return shards

@@ -201,16 +201,16 @@ def test_all_ranks_or_none(
     sync = Sync(plan, WorldSource(), shards, SyncReport(), everyone())
 
     def chosen() -> bool:
-        return ways.take(sync, agreement.vote("choosing the way", ways.votes(sync)).tolist()) is ways.direct
+        return ways.take(sync, agreement.vote("choosing the way", ways.votes(sync)).tolist()) is ways.in_place
 
     with redirect_stdout(io.StringIO()) as said:
         for _ in range(2):
             seen.append(chosen())
-            ways.direct.note(Committed(obstacle=answers[rank]), plan)
+            ways.in_place.note(Committed(obstacle=answers[rank]), plan)
         if seen[-1]:
-            assert ways.direct.known
+            assert ways.in_place.known
             ways.fall_back(WayRefusedError("injected"))
             seen.append(chosen())
-    by_choice = "(not direct: actor_rollout_ref.rollout.custom.sync.delivery=staged)"
+    by_choice = "(not in place: actor_rollout_ref.rollout.custom.sync.delivery=staged)"
     assert (by_choice in said.getvalue()) == (choice == "staged" and rank == 0)
     assert seen == found

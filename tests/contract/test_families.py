@@ -200,19 +200,19 @@ def outcome(
             sglang_models.check_same(engine, reference, f"sync {seed}")
     finally:
         manager.sender.close()
-        manager.meeting.close()
+        manager.connection.close()
         loader._sessions.clear()
     plan, comparison = manager.planned, manager.comparison
     assert plan is not None and comparison.map is not None
-    left, total = comparison.map.left, len(plan.names)
-    assert manager.report.replayed_tensors == (0 if comparison.map.own else total)
+    left, total = comparison.map.not_copied, len(plan.names)
+    assert manager.report.replayed_tensors == (0 if comparison.map.own_load else total)
     unlike = {name: why for name, why in comparison.left_out.items() if name != DERIVED}
     kept = [each.name for each, *_ in comparison.unwritten]
     known = SGLangModel(engine, rank)
     skipped = {reason for name in plan.names if (reason := known.why_skipped(name))}
     unread = [name for name, many in zip(comparison._names, comparison._read.times.tolist(), strict=True) if many <= 0]
     assert all(name in unlike or known.why_skipped(name) for name in unread), unread
-    said = [_how(sorted({each.why for each in left} or {*filter(None, [comparison.map.own])}))]
+    said = [_how(sorted({each.why for each in left} or {*filter(None, [comparison.map.own_load])}))]
     if unlike:
         why = "; ".join(sorted(set(unlike.values())))
         said.append(f"{len(unlike)} of {total} not compared in the engine: {why}")

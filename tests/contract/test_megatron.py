@@ -22,7 +22,7 @@ from contract.reading import LARGE, TINY, Reader, State, check_quantized, check_
 from contract.sources import StandIn, manager_of, open_source, raised_alike
 from megatron_cpu.engines import Layout, build, stock_export, train_step, unwrapped
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.trainers.base import take_over
+from verl_sync_plugin.trainers.base import export_shards
 
 pytestmark = pytest.mark.usefixtures("bridge_processes")
 
@@ -185,7 +185,7 @@ def norms_are_computed() -> Any:
 @on_ranks("layout")
 def test_a_model_whose_conversion_computes_goes_through_the_bridges_stream(checkpoint: str, layout: Layout) -> None:
     engine = build(checkpoint, layout)
-    take_over(True)  # as verl's worker does: the engine hands out its stream unconsumed
+    export_shards(True)  # as verl's worker does: the engine hands out its stream unconsumed
     with norms_are_computed():
         check_exports(engine, "StreamSource")
         reader, keys = reader_of(engine), []
@@ -214,7 +214,7 @@ def failing_at(number: int) -> Any:
 def test_a_rank_that_fails_inside_the_stream_is_everybodys_error_and_passes(checkpoint: str, layout: Layout) -> None:
     """Fails early, with torn tensors and one bucket, and in a first sync at the last conversion in which it can."""
     engine = build(checkpoint, layout)
-    take_over(True)
+    export_shards(True)
     last = 2 * engine.model_config.hf_config.num_hidden_layers  # two row-parallel weights in each layer
     for bucket_bytes, learning in ((TINY, False), (LARGE, False), (LARGE, True)):
         reader = reader_of(engine)
@@ -243,7 +243,7 @@ def test_a_rank_that_fails_inside_the_stream_is_everybodys_error_and_passes(chec
 def test_parts_are_quantized_as_the_whole_tensor_is(checkpoint: str, layout: Layout, computed: bool) -> None:
     """Where the bridge's conversion computes, the ranks have whole tensors of its stream, one after the other."""
     engine = build(checkpoint, layout)
-    take_over(True)
+    export_shards(True)
     with norms_are_computed() if computed else nullcontext():
         for size, sharded in ((TINY, False), (LARGE, True)):
             manager, expected = (

@@ -15,7 +15,7 @@ from contract.reading import State
 from contract.sources import StandIn, manager_of
 from contract.test_megatron import check_exports, check_offloaded, error_of, reader_of
 from megatron_cpu.engines import Layout, build, stock_export, train_step
-from verl_sync_plugin.trainers.base import take_over
+from verl_sync_plugin.trainers.base import export_shards
 
 pytestmark = pytest.mark.usefixtures("bridge_processes")
 
@@ -108,7 +108,7 @@ def test_adapters_of_another_kind_are_merged_by_the_bridge(checkpoint: str, layo
     engine = with_factors(
         checkpoint, layout, type="canonical_lora", target_modules=["linear_q", "linear_k", "linear_v", "linear_proj"]
     )
-    take_over(True)
+    export_shards(True)
     check_exports(engine, "StreamSource", check_close)
 
 
@@ -135,7 +135,7 @@ def merged_by_peft(model_path: str, settings: dict[str, Any], factors: State) ->
 def test_served_adapters_make_what_the_bridge_merges(checkpoint: str, layout: Layout) -> None:
     """Three adapters in a row, merged into the checkpoint by PEFT."""
     engine = with_factors(checkpoint, layout, merge=False)
-    take_over(True)
+    export_shards(True)
     server = StandIn()  # every rank has one of its own
     manager = manager_of("megatron", engine, server, wire="float32")
     manager._base_sent = True

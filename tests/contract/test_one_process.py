@@ -39,7 +39,7 @@ from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.trainers.base import ParameterSource, ShardStream
 from verl_sync_plugin.transport.channel import Channel
-from verl_sync_plugin.transport.memory import Live, LiveParameters, NotDirectError
+from verl_sync_plugin.transport.memory import Live, LiveParameters, NotInPlaceError
 from verl_sync_plugin.transport.protocol import Committed, together_seconds
 
 CPU = torch.device("cpu")
@@ -190,7 +190,7 @@ class OneProcess:
 
     def close(self) -> None:
         self.manager.sender.close()
-        self.manager.meeting.close()
+        self.manager.connection.close()
         self.actor.close()
 
     def end_well(self) -> None:
@@ -326,7 +326,7 @@ def mapped() -> int:
 def test_parameters_are_let_go_of_once_they_are_not_read_in_place(qwen2: str, tmp_path: Path) -> None:
     """Not after a staged sync, nor where some of them cannot be mapped."""
     place = OneProcess(qwen2, tmp_path)
-    own, honest = mapped(), LiveParameters.look
+    own, honest = mapped(), LiveParameters.locate
 
     def half_gone(*args: Any) -> Live:
         live = honest(*args)
@@ -334,7 +334,7 @@ def test_parameters_are_let_go_of_once_they_are_not_read_in_place(qwen2: str, tm
         return replace(live, key="half gone", regions=(*live.regions[:-1], gone))
 
     def private(*_: Any) -> Live:
-        raise NotDirectError("injected")
+        raise NotInPlaceError("injected")
 
     for look, direct in (
         *((honest, number > 0) for number in range(3)),
@@ -344,7 +344,7 @@ def test_parameters_are_let_go_of_once_they_are_not_read_in_place(qwen2: str, tm
     ):
         if look is private:  # as after a sync that failed before the trainer said where its parameters lie
             next(iter(loader._sessions.values()))._lives = ()
-        with mock.patch.object(LiveParameters, "look", look):
+        with mock.patch.object(LiveParameters, "locate", look):
             place.sync()
         assert place.model.holds(place.source.weights)
         (session,) = loader._sessions.values()
@@ -372,7 +372,7 @@ READ, HELD = "changed on the way to the engine", "do not hold what was sent of"
 @on_ranks(1)
 def test_a_flip_is_found(where: str, hashed: bool, verify: str, expected: str, qwen2: str, tmp_path: Path) -> None:
     """Flips a bit in a packed slot, in the trainer's memory before the engine reads it, or in the engine's own."""
-    delivery, key = ("staged", "staged") if where == "staging" else ("direct", "auto")
+    delivery, key = ("staged", "staged") if where == "staging" else ("in place", "auto")
     place = OneProcess(qwen2, tmp_path, verify=verify, delivery=key)
     for _ in range(2):
         place.sync()

@@ -103,4 +103,4 @@ class Wire:
     def left(self) -> dict[str, str]:
         """Lists what is no mere copy, so the model loads everything itself, and why."""
         names = sorted(self.plan.names)
-        return {names[left.tensor]: left.why for left in self.load.map.left}
+        return {names[left.tensor]: left.why for left in self.load.map.not_copied}

@@ -59,7 +59,7 @@ def test_stock_and_plugin_on_one_server(tmp_path: Path) -> None:
         (sample,) = (sample["report"] for sample in plugin["samples"]["syncs"])
         assert sample["replayed_tensors"] == sample["tensors"] == tensors == plugin["settings"]["tensors"]
         assert plugin["bytes"] == stock["bytes"]
-        assert sample["delivery"] == ("staged" if packed else "direct")
+        assert sample["delivery"] == ("staged" if packed else "in place")
     (row,) = (line for line in shown.splitlines() if line.startswith("| smoke"))
     assert row.split(" | ")[1:3] == ["1 MiB", report.milliseconds(stock["stages"]["phase"])]
     assert "staged in every sync" in shown

@@ -25,7 +25,7 @@ def synced(run: Run, versions: list[int]) -> None:
     for report in found:
         assert report["coverage_expected"] > 10 and report["coverage_missing"] == 0, report
         assert report["replayed_tensors"] == report["tensors"] > 0, report
-        assert report["delivery"] in ("staged", "direct"), report
+        assert report["delivery"] in ("staged", "in place"), report
     assert not run.matching("stock verl moves the weights|stock loading"), run.tail
 
 

@@ -11,7 +11,7 @@ SLOW_SECONDS = 1.5
 SPARE_SECONDS = 5.0  # for a busy machine, on top of what the product's own bounds add up to
 
 KINDS = ("error", "oom", "slow", "kill", "stop")
-SYNCS = ("first", "second", "direct")
+SYNCS = ("first", "second", "in place")
 # "verify" tells what the engine's parameters hold and "compare" judges it
 STAGES = (*("plan", "wake", "connect", "pack", "hand over", "load", "commit"), *("verify", "compare", "finish"))
 # Where each stage can fail: on the trainer rank that leads its engine, on the other one, on the last engine rank (a
@@ -31,7 +31,7 @@ class Cell:
     place: str  # whose process it happens in
     stage: str
     kind: str  # "error" and "oom" are raised, "slow" sleeps, "kill" and "stop" are signals to itself
-    sync: str  # "first" loads the model's own way, "second" replays out of staging memory, "direct" reads in place
+    sync: str  # "first" loads the model's own way, "second" replays out of staging memory, "in place" reads in place
 
     def __str__(self) -> str:
         return "-".join((self.kind, self.stage.replace(" ", "_"), self.place, self.sync))

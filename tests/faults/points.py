@@ -26,7 +26,7 @@ _LOAD = "verl_sync_plugin.engine.load"
 _SAVER = "sglang.srt.utils.torch_memory_saver_adapter"
 _TRAINER: dict[str, tuple[Point, ...]] = {
     "plan": (("verl_sync_plugin.trainers.fsdp2", "FSDP2Source.shards", ""),),
-    "connect": ((_ENDPOINT, "MeetingPoint._accept", ""),),
+    "connect": ((_ENDPOINT, "EngineConnection._accept", ""),),
     "pack": ((_SENDER, "BucketSender.pack", ""), (_SENDER, "BucketSender.hash_parameters", "")),
     "hand over": ((_SENDER, "BucketSender.load", ""),),
     "load": ((_SENDER, "BucketSender.wait_loaded", ""),),
@@ -49,8 +49,8 @@ POINTS: dict[str, dict[str, tuple[Point, ...]]] = {
         "plan": ((_LOAD, "ModelLoad.begin", ""),),
         "wake": ((_SAVER, "_TorchMemorySaverAdapterNoop.resume", "weights"),),
         "connect": (("verl_sync_plugin.rollouts.sglang.loader", "connect", ""),),
-        "hand over": ((_SESSION, "ReceiverSession._open", ""), (_SESSION, "ReceiverSession._meet_direct", "")),
-        "load": ((_LOAD, "ModelLoad.load", ""), (_LOAD, "ModelLoad.load_direct", "")),
+        "hand over": ((_SESSION, "ReceiverSession._open", ""), (_SESSION, "ReceiverSession._open_in_place", "")),
+        "load": ((_LOAD, "ModelLoad.load", ""), (_LOAD, "ModelLoad.load_in_place", "")),
         "commit": ((_SESSION, "ReceiverSession._commit", ""),),
         "verify": ((_LOAD, "ModelLoad.held", ""),),
         "finish": ((_SAVER, "_TorchMemorySaverAdapterNoop.resume", "kv_cache"),),

@@ -57,7 +57,7 @@ class Trainer:
 
         if self._adapter is not None:
             self._adapter._manager.sender.close()
-            self._adapter._manager.meeting.close()
+            self._adapter._manager.connection.close()
         self._adapter = SyncServerAdapter(rollout_config(delivery), self._model_config, self._mesh)
         self._adapter.server_actor = self._handle
         manager = self._adapter._manager = self._adapter._make_manager(self._stream())

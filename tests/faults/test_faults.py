@@ -18,17 +18,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 SMOKE = (
     Cell("trainer", "pack", "oom", "second"),
-    Cell("engine", "load", "error", "direct"),
+    Cell("engine", "load", "error", "in place"),
     Cell("server", "commit", "error", "first"),
     Cell("engine", "connect", "error", "second"),
-    Cell("leader", "hand over", "slow", "direct"),
+    Cell("leader", "hand over", "slow", "in place"),
     Cell("engine", "verify", "error", "first"),
     Cell("leader", "compare", "error", "second"),
     Cell("engine", "commit", "stop", "second"),
-    Cell("trainer", "commit", "kill", "direct"),
+    Cell("trainer", "commit", "kill", "in place"),
 )
 RESTART = "restart"
-SYNCS_BEFORE = {"first": 0, "second": 1, "direct": 2}
+SYNCS_BEFORE = {"first": 0, "second": 1, "in place": 2}
 
 
 class World:
@@ -74,11 +74,11 @@ class World:
         if not self.whole:
             self._begin()
         self.whole = False
-        delivery = "auto" if cell.sync == "direct" else "staged"
+        delivery = "auto" if cell.sync == "in place" else "staged"
         assert [*self._trainers("begin", delivery), self.server.ask("arm", "", "").answer()] == [None] * 3
         self._trainers("put", "A")
         ways = [self._healthy() for _ in range(SYNCS_BEFORE[cell.sync])]
-        assert ways == ["staged", "direct"][: len(ways)], ways
+        assert ways == ["staged", "in place"][: len(ways)], ways
         old = self.server.ask("holds").answer()
         assert old in ("A", "B"), old
         self._new = "A" if old == "B" else "B"
@@ -97,7 +97,7 @@ class World:
     def _healthy(self) -> str:
         """A sync that must succeed, as verl makes it."""
         answers = self._sync()
-        assert answers in (["staged"] * 2, ["direct"] * 2), answers
+        assert answers in (["staged"] * 2, ["in place"] * 2), answers
         return str(answers[0])
 
     def _sync(self) -> list[Any]:
@@ -141,7 +141,7 @@ class World:
         present = [answer for rank, answer in enumerate(answers) if not (cell.group_is_lost and rank == cell.heard_by)]
         text = ""
         if cell.kind == "slow":
-            assert present in (["staged"] * 2, ["direct"] * 2), present
+            assert present in (["staged"] * 2, ["in place"] * 2), present
             assert seconds >= SLOW_SECONDS, f"{cell}: the fault did not happen"
         else:
             assert all(isinstance(answer, Failure) for answer in present), present

@@ -55,7 +55,7 @@ def parameters_read_in_place(driver: Driver, rollouts: list[Member], folder: Pat
     together(driver.trainers, "share", folder)
     for version, engines in ((11, [second]), (12, [second]), (13, [first, second]), (14, [first, second])):
         for report in synced(driver, engines, version, folder):
-            assert report["delivery"] == ("direct" if version in (12, 14) else "staged"), (version, report)
+            assert report["delivery"] == ("in place" if version in (12, 14) else "staged"), (version, report)
     assert driver.trainers[0].ask("break_next", "engine._manager.sender.hash_parameters").answer() is None
     together([*driver.trainers, *rollouts], "note_rounds")
     failed_alike(driver.sync(15, rollouts), "rank 0: MemoryError: injected: hash_parameters")

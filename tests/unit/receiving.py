@@ -97,7 +97,7 @@ class Sender:
 
     def in_place(self, load: ModelLoad, place: int, lives: Sequence[Live] = ()) -> None:
         """Syncs once from the parameters' own memory, as ``place`` reads it; ``lives`` replaces what was found."""
-        found = [mine.look(shards) for mine, shards in zip(self.parameters, self.shards, strict=True)]
+        found = [mine.locate(shards) for mine, shards in zip(self.parameters, self.shards, strict=True)]
         regions = Regions()
         regions.map(region for live in found for region in live.regions)
         for packer, mine, shards in zip(self._packers, self.parameters, self.shards, strict=True):
@@ -105,7 +105,7 @@ class Sender:
             packer.hash_parameters(shards, mine.found)
         load.begin()
         assert not load.obstacle
-        load.load_direct(lives or found, place, regions)
+        load.load_in_place(lives or found, place, regions)
         load.finish()
 
     def compared(self, load: ModelLoad) -> set[str]:

@@ -228,7 +228,7 @@ def test_a_hook_that_fails(tell: Callable[..., Told], monkeypatch: pytest.Monkey
         except RuntimeError as error:
             raise ModuleNotFoundError("Could not import module 'A'") from error
 
-    monkeypatch.setattr(sglang, "LOADER", "no.such.module")
+    monkeypatch.setattr(sglang, "LOADER_MODULE", "no.such.module")
     told = tell()
     assert told.bad == {"hook/engine-loader": WARNING}
     assert "on a node with GPUs" in told.findings["hook/engine-loader"]["remedy"]

@@ -81,7 +81,7 @@ def test_every_reason_is_said_however_many_tensors_have_another(capsys: pytest.C
     names = [f"norm{number}" for number in range(9)] + ["odd"]
     moves = tuple(Move(n, 0, "bfloat16", WHOLE) for n in range(10))
     why = (*((n, "is computed") for n in range(9)), (9, "lies elsewhere"))
-    found = LoadMap(storages=(Storage("x", ()),), moves=moves, not_held=why, derives=True)
+    found = LoadMap(storages=(Storage("x", ()),), moves=moves, unplaced=why, derives=True)
     comparison = learned(found, plan=plan_of(*names))
     said = capsys.readouterr().out
     assert "norm4 and 5 more (is computed)" in said and "not comparable: odd (lies elsewhere)" in said
@@ -90,7 +90,7 @@ def test_every_reason_is_said_however_many_tensors_have_another(capsys: pytest.C
 
 @pytest.mark.parametrize("verify", ["always", 10])
 def test_syncs_of_which_nothing_can_be_compared_are_not_called_verified(verify: str | int) -> None:
-    nothing = msgspec.structs.replace(COMPLETE, not_held=((0, "its load lays b out again"), (1, "too")))
+    nothing = msgspec.structs.replace(COMPLETE, unplaced=((0, "its load lays b out again"), (1, "too")))
     with pytest.raises(SyncError, match=rf"verify={verify}, and nothing .* compared: a \(its load lays"):
         learned(nothing, verify=verify)
     learned(nothing)

@@ -271,7 +271,7 @@ esac
 
 def quickstart(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     report = SyncReport.begun(1, "Manager", rank=0)
-    report.delivery, report.tensors, report.nbytes, report.hashed_tensors = "direct", 27, 230_000, 27
+    report.delivery, report.tensors, report.nbytes, report.hashed_tensors = "in place", 27, 230_000, 27
     report.note_stage("update_weights", 0.0, 0.25)
     (folder / "report").write_text(json.dumps({"event": "sync_report", **report.as_dict()}) + "\n")
     (folder / "python").write_text(STAND_IN.format(python=sys.executable, folder=folder, line=report.line()))
@@ -286,7 +286,7 @@ def test_the_quickstart_ends_with_five_lines_and_leaves_log_and_page_or_shows_th
     ended, work = quickstart(tmp_path), tmp_path / "work"
     first, sync, one, two, *last = ended.stdout.splitlines()
     assert ended.returncode == 0 and str(work / "run.log") in first and [one, two] == ["step:1 ", "step:2 "]
-    assert sync == "[verl-sync-plugin] pid 7 sync of step 1: 0.250 s, 27 tensors, 0.23 MB, direct, hashed 27"
+    assert sync == "[verl-sync-plugin] pid 7 sync of step 1: 0.250 s, 27 tensors, 0.23 MB, in place, hashed 27"
     parts = ("quickstart: reached step 2", "sync of step 1: 0.250 s", f"{work}/sync-report.html", f"{work}/run.log")
     assert all(part in line for part, line in zip((*parts, "verl-sync doctor"), last, strict=True))
     assert "a line of somebody else's" in (work / "run.log").read_text()

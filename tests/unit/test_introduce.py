@@ -36,7 +36,7 @@ def found_of(model: torch.nn.Module) -> LoadMap:
 
 
 def left_of(found: LoadMap) -> dict[str, str]:
-    return {"ab"[left.tensor]: left.why for left in found.left}
+    return {"ab"[left.tensor]: left.why for left in found.not_copied}
 
 
 def each(put: Callable[[Any, str, torch.Tensor], object]) -> Load:
@@ -102,7 +102,7 @@ def test_left_to_the_model(load: Load, left: dict[str, str], missing: list[str],
         assert not exact or all(torch.equal(getattr(model, name).data, tensor) for name, tensor in sent.items())
         assert COMPUTES not in left.values() or torch.equal(model.one_more.data, model.a.data + 1)
     assert len(maps) == 1
-    assert receiver.map.own and left_of(receiver.map) == left and not receiver.map.constants
+    assert receiver.map.own_load and left_of(receiver.map) == left and not receiver.map.constants
     assert [kept.name for kept, *_ in unwritten(receiver.map) if not kept.buffer] == missing
 
 
@@ -120,7 +120,7 @@ def test_a_tensor_that_is_computed_with_and_dropped_is_not_used() -> None:
         if name == "a":
             own(model, name, changed)
 
-    takes = {left.tensor: left.takes for left in found_of(Pair(each(load))).left}
+    takes = {left.tensor: left.takes for left in found_of(Pair(each(load))).not_copied}
     assert takes == {0: ((0, LENGTH),), 1: ()}
 
 
@@ -131,7 +131,7 @@ def test_constants_are_what_lasts_of_them() -> None:
         getattr(model, name).data[8:].copy_(tensor[8:])
 
     found = found_of(Pair(each(load)))
-    assert not found.left and not unwritten(found)
+    assert not found.not_copied and not unwritten(found)
     held = sorted((each.storage, each.spans, len(each.bits)) for each in found.constants)
     assert held == [(0, ((0, 16),), 2), (1, ((0, 16),), 2)]
 
@@ -141,7 +141,7 @@ def test_a_weight_that_equals_its_ground_is_no_constant(value: int) -> None:
     """Marks of one bit do so every other time."""
     load = each(lambda model, name, tensor: model.flag.fill_(value).copy_(tensor))
     found = map_of(Pair(load, flag=torch.zeros(4, dtype=torch.bool)), ["flag"], (4,), torch.bool)
-    assert not found.constants and not found.left and len(found.moves) == 1
+    assert not found.constants and not found.not_copied and len(found.moves) == 1
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -154,7 +154,7 @@ def test_what_a_model_derives_is_seen_in_either_mode(mode: Any, derive: Callable
     with mode():
         found = map_of(deriving, ["one"], (8, 16))
     assert left_of(found) == {"a": COMPUTES} and not found.derives
-    assert len(found.moves) == 1 and not found.not_held, "it is found in the model all the same"
+    assert len(found.moves) == 1 and not found.unplaced, "it is found in the model all the same"
 
 
 @pytest.mark.parametrize("sent", [BF16, FP32])

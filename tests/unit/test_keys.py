@@ -235,7 +235,7 @@ def test_every_job_of_a_multirun_is_checked_and_settled_in_the_trainer(tmp_path:
     jobs = hydra_run.multirun(tmp_path, sglang, f"{SYNC}.enabled=True,False")
     for config in jobs:
         OmegaConf.resolve(config)
-        driver.settle(config, resolved=True)
+        driver.apply_keys(config, resolved=True)
     ours, stock = (config.actor_rollout_ref.rollout for config in jobs)
     assert ours.update_weights_bucket_megabytes == settings.DEFAULT_MEGABYTES and ours.multi_stage_wake_up is True
     assert stock.multi_stage_wake_up == STOCK.multi_stage_wake_up and OmegaConf.to_container(stock.custom) == OFF

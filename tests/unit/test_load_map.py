@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_sync_plugin.layout import load_map as maps
-from verl_sync_plugin.layout.load_map import Box, Constant, Left, LoadMap, Move, StateTensor, Storage
+from verl_sync_plugin.layout.load_map import Box, Constant, LoadMap, Move, NotCopied, StateTensor, Storage
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Partition, Run, compose, in_step
 from verl_sync_plugin.layout.tensors import Base, Entry, View, numbers_of
@@ -174,13 +174,13 @@ def test_what_a_sync_leaves_unwritten() -> None:
     wrote = [(kept.name, wrote, of) for kept, wrote, of in maps.unwritten(found)]
     assert wrote == [("x", 6, 8), ("y", 0, 2), ("z", 0, 8)]
     assert found.tensor_count == 3
-    theirs = LoadMap(storages=stores, moves=found.moves, theirs=((0, ((16, 40),)), (1, ((0, 15),))))
+    theirs = LoadMap(storages=stores, moves=found.moves, own_writes=((0, ((16, 40),)), (1, ((0, 15),))))
     assert [(kept.name, wrote) for kept, wrote, _ in maps.unwritten(theirs)] == [("z", 7)], "half an element is none"
 
 
 def test_which_dtypes_travel() -> None:
-    one = LoadMap(moves=(Move(0, 0, BF16, WHOLE), Move(1, 1, BF16, WHOLE)), left=(Left(2, "", "", ()),))
-    other = LoadMap(moves=(Move(0, 0, FP32, WHOLE), Move(0, 1, BF16, WHOLE)), left=(Left(2, "", BF16, ()),))
+    one = LoadMap(moves=(Move(0, 0, BF16, WHOLE), Move(1, 1, BF16, WHOLE)), not_copied=(NotCopied(2, "", "", ()),))
+    other = LoadMap(moves=(Move(0, 0, FP32, WHOLE), Move(0, 1, BF16, WHOLE)), not_copied=(NotCopied(2, "", BF16, ()),))
     assert maps.wire_dtypes("abc", [one]) == {"a": BF16, "b": BF16, "c": ""}
     assert maps.wire_dtypes("abc", [other]) == {"a": FP32, "c": BF16}
     for both in ([one, other], [other, one]):
@@ -201,7 +201,7 @@ def test_whose_bytes_are_counted() -> None:
     assert list(numbers) == ["embed", "head", "z"]
     owners = maps.owners_of(buckets)
     assert owners == {0: 1, 1: 1, 2: 2}
-    copied = moved((0, WHOLE), (1, UPPER), left=(Left(2, "", "", ()),))
+    copied = moved((0, WHOLE), (1, UPPER), not_copied=(NotCopied(2, "", "", ()),))
     assert maps.read_parts(copied, owners) == [(1, WHOLE), (1, UPPER), (2, None)]
 
 

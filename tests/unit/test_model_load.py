@@ -13,7 +13,7 @@ from receiving import BF16, WORLD, Sender, Weights, memory_for
 
 from verl_sync_plugin.copies.copier import Copier
 from verl_sync_plugin.transport import memory
-from verl_sync_plugin.transport.memory import NotDirectError, Regions
+from verl_sync_plugin.transport.memory import NotInPlaceError, Regions
 
 FP32 = torch.float32
 ROWS, COLUMNS = 24, 40
@@ -79,7 +79,7 @@ def test_syncs_do_as_the_models_load(seed: int, bucket_bytes: int, in_place: boo
         for name, parameter in reference.named_parameters():
             assert torch.equal(getattr(model, name).view(torch.uint8), parameter.view(torch.uint8)), name
         assert sender.compared(load) >= set(loads) - IN_PART - {"computed", "whole"}
-    left = [sorted(loads)[left.tensor] for left in load.map.left]
+    left = [sorted(loads)[left.tensor] for left in load.map.not_copied]
     assert left == ([] if in_place else ["computed"]) and ("itself" in load.obstacle) is not in_place
 
 
@@ -87,22 +87,22 @@ def test_says_where_parameters_lie_or_why_they_cannot_be_read_there(tmp_path: Pa
     sender = Sender([("whole",)], (ROWS, COLUMNS), 700, 1, tmp_path)
     (mine,), run = sender.shards[0], sender.shards[0][0].local()
     parameters = sender.parameters[0]
-    first = parameters.look([mine])
-    assert parameters.look([mine]) is first, "said again only when something has moved"
+    first = parameters.locate([mine])
+    assert parameters.locate([mine]) is first, "said again only when something has moved"
     moved = memory_for(run.numel(), run.dtype, tmp_path / "moved")
-    assert parameters.look([replace(mine, run=moved)]).key != first.key
+    assert parameters.locate([replace(mine, run=moved)]).key != first.key
     for why, spoiled in {
         "private to the trainer's process": replace(mine, run=run.clone()),
         "is merged with its adapter": replace(mine, merge=lambda part, begin: part),
         "is torch.float64 and travels as bfloat16": replace(mine, run=run.double(), local=run.double),
     }.items():
-        with pytest.raises(NotDirectError, match=f"'whole'.*{why}"):
-            parameters.look([spoiled])
+        with pytest.raises(NotInPlaceError, match=f"'whole'.*{why}"):
+            parameters.locate([spoiled])
 
 
 def test_bytes_that_nobody_named_and_memory_that_is_gone_are_an_error(tmp_path: Path) -> None:
     sender = sender_of(PLAIN, tmp_path)
-    lives = [mine.look(shards) for mine, shards in zip(sender.parameters, sender.shards, strict=True)]
+    lives = [mine.locate(shards) for mine, shards in zip(sender.parameters, sender.shards, strict=True)]
     for broken in ([replace(lives[0], runs=(b"",) * len(lives[0].runs)), *lives[1:]], [lives[1], lives[0], lives[2]]):
         with pytest.raises(ValueError, match="trainer rank"):
             sender.in_place(sender.receiver(Model()), 0, broken)
@@ -115,7 +115,7 @@ def test_rows_are_read_in_turn_from_the_own_one_on(place: int, tmp_path: Path, m
     sender, homes, honest = sender_of(PLAIN, tmp_path), list[Any](), Copier.prepare
     monkeypatch.setattr(Copier, "prepare", lambda copier, blocks, *of: homes.extend(of) or honest(copier, blocks))
     sender.in_place(sender.receiver(Model()), place)
-    lives = [mine.look(shards) for mine, shards in zip(sender.parameters, sender.shards, strict=True)]
+    lives = [mine.locate(shards) for mine, shards in zip(sender.parameters, sender.shards, strict=True)]
     expected = [*((rank - place) % WORLD for rank, live in enumerate(lives) for _ in live.regions), 0]  # and its own
     assert homes == [expected] * 2 and set(expected) == set(range(WORLD))
 

@@ -3,6 +3,7 @@
 
 import dataclasses
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import ALIGNMENT, Base, Bucket, Entry, Hull, Plan, View, hulls_of
+from verl_sync_plugin.trainers.megatron.parts import Part, RankLayout, match
 
 SIZES = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "int64"}
 GARBAGE = 0xEE
@@ -203,6 +205,26 @@ def test_stages_fill_the_same_bucket() -> None:
     assert len(plan.buckets) == 2 and plan.nbytes == 8 * 2 * 64, "padding"
     for bucket in plan.buckets:
         assert {int(entry.name[-1]) < 4 for entry in bucket.entries} == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("shares", "said"),
+    [
+        ([Run(0, 0, 4), Run(0, 4, 4)], ""),
+        ([Run(0, 0, 2, 2, 2, 4), Run(0, 2, 2, 2, 2, 4)], ""),
+        ([Run(0, 0, 4), Run(0, 4, 2)], "ranks 0, 1 hold 6 of 8 elements of parameter 'w'"),
+        ([Run(0, 0, 5), Run(0, 4, 4)], "ranks 0, 1 hold 9 of 8 elements, 1 of them twice of parameter 'w'"),
+        ([Run(0, 0, 2, 2, 2, 4), Run(0, 0, 4)], "ranks 0, 1 hold 8 of 8 elements, 2 of them twice of parameter 'w'"),
+    ],
+)
+def test_ranks_hold_each_element_once(shares: list[Run], said: str) -> None:
+    parts = [
+        Part("w", (place,), (4,), "bfloat16", (View("w", (2, 4), 0, 8, None, (share,)),))
+        for place, share in enumerate(shares)
+    ]
+    layouts = [RankLayout((part,), ((0, 1),)) for part in parts]
+    with pytest.raises(ValueError, match=said) if said else nullcontext():
+        assert match(layouts) == {(0, 1): [[(parts[0], [0]), (parts[1], [1])]]}
 
 
 def test_hulls() -> None:

@@ -213,15 +213,15 @@ def test_engine_ranks_quantize_too(bucket_bytes: int, torn: bool, device: str, m
         for each in inner:
             each.train(weights)
         shards = [source.shards() for source in sources]
-        assert all(source.direct for source in sources)
-        found = [mine.look(some) for mine, some in zip(parameters, shards, strict=True)]
+        assert all(source.readable_in_place for source in sources)
+        found = [mine.locate(some) for mine, some in zip(parameters, shards, strict=True)]
         prepare(sources, every)
         sums = list[Tensors]()
         for load, packs in ((staged, True), (direct, False)):
             for parameter in load._model.module.parameters():
                 parameter.view(torch.uint8).fill_(0xA5)
             load.begin()
-            assert not load.obstacle and not load.map.left
+            assert not load.obstacle and not load.map.not_copied
             slots = [torch.zeros(plan.slot_bytes, dtype=torch.uint8, device=place) for _ in range(WORLD)]
             for packer, mine, some in zip(packers, parameters, shards, strict=True):
                 packer.begin()
@@ -232,7 +232,7 @@ def test_engine_ranks_quantize_too(bucket_bytes: int, torn: bool, device: str, m
                     packer.pack(index, slot, some)
                 load.load(index, slots)
             if not packs:
-                load.load_direct(found, 1, OwnMemory())  # type: ignore[arg-type]
+                load.load_in_place(found, 1, OwnMemory())  # type: ignore[arg-type]
             load.finish()
             sums.append({"packed": torch.stack([packer.sums() for packer in packers]).sum(0)})
             sums[-1] |= {
@@ -246,5 +246,5 @@ def test_engine_ranks_quantize_too(bucket_bytes: int, torn: bool, device: str, m
     direct.begin()
     models[1].rows.view(torch.uint8)[0, 6] ^= 1
     with mock.patch.object(QuantizeTable, "run"):  # values that do not arrive are not hashed as if they had
-        direct.load_direct(found, 1, OwnMemory())  # type: ignore[arg-type]
+        direct.load_in_place(found, 1, OwnMemory())  # type: ignore[arg-type]
     assert not torch.equal(sums[1]["read"], torch.frombuffer(bytearray(direct.sums()), dtype=torch.int64))

@@ -58,8 +58,8 @@ def test_the_phase_is_the_sum_of_its_stages_and_of_what_came_before() -> None:
 
 
 def test_the_line_fits_a_terminal() -> None:
-    said = report(delivery="direct", hashed_tensors=7).line()
-    assert said == "sync of step 3: 2.875 s, 7 tensors, 4.00 GB, direct, hashed 7"
+    said = report(delivery="in place", hashed_tensors=7).line()
+    assert said == "sync of step 3: 2.875 s, 7 tensors, 4.00 GB, in place, hashed 7"
     adapter = report(nbytes=230_000, tensors=0)
     assert adapter.line() == "sync of step 3: 2.875 s, 0 tensors, 0.23 MB, the adapter alone, hashed 0"
     many = {"global_steps": 10000, "tensors": 18867, "nbytes": 61 * 10**9, "verified_tensors": 18867}
@@ -74,7 +74,7 @@ def test_of_several_replicas_bytes_add_up_and_the_worst_of_the_rest_counts() -> 
         "sync/pack": 9.0, "sync/resume_kv": 0.5, "sync/resume_weights": 0.25, "sync/sleep": 0.5,
         "sync/update_weights": 3.0, "sync/phase": 3.5,
     }  # fmt: skip
-    other = report(nbytes=1_000_000_000, buckets=5, peak_device_bytes=8, delivery="direct", bucket_bytes=6)
+    other = report(nbytes=1_000_000_000, buckets=5, peak_device_bytes=8, delivery="in place", bucket_bytes=6)
     one = report(verified_tensors=5, not_comparable=2, replayed_tensors=7, coverage_expected=11)
     found = reports.metrics_of([one.as_dict(), other.as_dict()])
     expected = {
@@ -110,7 +110,7 @@ def line(step: int, rank: int = 0, pid: int = 7, **changes: Any) -> dict[str, An
     """A report of this version: of a sync that read in place, 10 s after the one before."""
     start = 1000.0 + 10 * step
     report = SyncReport(
-        step, "FSDP2SGLangShardingManager", nbytes=16_000_000_000, tensors=339, delivery="direct", hashed_tensors=339,
+        step, "FSDP2SGLangShardingManager", nbytes=16_000_000_000, tensors=339, delivery="in place", hashed_tensors=339,
         verified_tensors=339,
         stages={
             "sleep": 0.125, "update_weights": 0.25 + step / 16 + rank / 64, "resume_kv": 0.03125, "engine_load": 0.125,
@@ -172,7 +172,7 @@ def test_figures_are_those_of_the_file_and_nothing_points_elsewhere(tmp_path: Pa
     assert f"first {times[0]:.2f} s; all verified." in page.text
     assert page.cells["syncs"][0] == ["step", "phase", "sleep", "update_weights", "resume_kv", "slowest reporter"]
     assert page.row("syncs", "2")[:4] == ["0.53 s", "0.12 s", "0.38 s", "31 ms"]
-    assert page.row("numbers", "nbytes") == ["16.00 GB"] * 2 and page.row("numbers", "delivery") == ["direct"] * 2
+    assert page.row("numbers", "nbytes") == ["16.00 GB"] * 2 and page.row("numbers", "delivery") == ["in place"] * 2
     assert page.row("numbers", "phase") == ["0.41 s", "0.56 s"]
     for drawn in ("engine_load  0.12 s", "step 0, the first", "step 4, the slowest"):
         assert drawn in page.text

@@ -93,7 +93,7 @@ class Manager:
 
 async def loaded(server: Any, version: int) -> None:
     await server.load_weights(("sync",), str(version))
-    await server.flush_behind_load()
+    await server.flush_after_load()
     await server.finish_sync([])
 
 
@@ -143,7 +143,7 @@ async def test_the_cache_is_flushed_once_and_a_flush_that_fails_locks_the_gate(m
     await loaded(server, 7)
     assert manager.asked == ["load load", "flush"] and server.global_steps == 7
     await server.load_weights(("sync",), "8")
-    await server.flush_behind_load()
+    await server.flush_after_load()
     await asyncio.sleep(0)
     await server.abandon_sync("another rank failed")
     await server.load_weights(("sync",), "8")

@@ -22,11 +22,11 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from verl.workers.rollout.replica import TokenOutput
 
 from hydra_run import CONFIG_DIR, composed
-from verl_sync_plugin.config.settings import KEY_PREFIX, PREFIX, SHARES_GPU, SyncConfig, sync_config_of
+from verl_sync_plugin.config.settings import KEY_PREFIX, ROLLOUT, SHARES_GPU, SyncConfig, sync_config_of
 from verl_sync_plugin.errors import HalfWrittenError
 from verl_sync_plugin.report import SyncReport
 
-ROLLOUT, REWARD, LORA = "actor_rollout_ref.rollout", "reward.reward_model", "actor_rollout_ref.model.lora"
+REWARD, LORA = "reward.reward_model", "actor_rollout_ref.model.lora"
 
 
 WORKERS: dict[Role, type] = {
@@ -99,7 +99,7 @@ def test_only_a_plugin_that_is_on_takes_the_workers_that_hold_a_rollout(
     trainer = begun(monkeypatch, resolved(*overrides))
     expected = {role: worker.__name__ for role, worker in WORKERS.items()} | (OURS if ours else {})
     assert {role: worker.__name__ for role, worker in workers_of(trainer).items()} == expected
-    assert OmegaConf.select(trainer.config, f"{PREFIX}.custom.{SHARES_GPU}") is shares_gpu
+    assert OmegaConf.select(trainer.config, f"{ROLLOUT}.custom.{SHARES_GPU}") is shares_gpu
     assert not ours or sync_config_of(trainer.config.actor_rollout_ref.rollout) == SyncConfig()
 
 
@@ -176,7 +176,7 @@ def test_a_difference_of_probabilities_beyond_the_key_stops_the_run(
         return batch + " scored"
 
     config = rollout_config()
-    OmegaConf.update(config, f"{PREFIX}.custom.sync.max_probs_diff", most, force_add=True)
+    OmegaConf.update(config, f"{ROLLOUT}.custom.sync.max_probs_diff", most, force_add=True)
     stepped = ours_of(monkeypatch, config, _compute_old_log_prob=compare)
     stepped.global_steps = 7
     with pytest.raises(RuntimeError, match=f"step 7: {said}") if said else nullcontext():

@@ -96,7 +96,7 @@ def _hooks() -> Iterator[tuple[str, Callable[[], object]]]:
         yield "rollout-config", partial(SyncRolloutConfig, name=rollout, mode=MODE)  # looks who has the next two
         yield "rollout-adapter", partial(importlib.import_module, engine.ADAPTER.rpartition(".")[0])
         yield "rollout-replica", engine.load_replica
-        yield "engine-loader", partial(importlib.import_module, engine.LOADER)
+        yield "engine-loader", partial(importlib.import_module, engine.LOADER_MODULE)
 
 
 def _refused(check: str, error: BaseException, remedy: str) -> Finding:
@@ -144,7 +144,7 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
 
     from verl_sync_plugin.config.hydra_source import verl_configs
     from verl_sync_plugin.config.settings import KEY_PREFIX, NOT_IN_USE
-    from verl_sync_plugin.hooks.driver import OFF, settle
+    from verl_sync_plugin.hooks.driver import OFF, apply_keys
     from verl_sync_plugin.rollouts import ROLLOUTS
 
     line, check, key = "", "overrides", "actor_rollout_ref.rollout.name"
@@ -155,7 +155,7 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
         sys.argv = [f"{program}.py"]  # what Hydra names the job after
         with hydra.initialize_config_dir(str(verl_configs()), job_name=program, version_base=None):
             config = hydra.compose(name, overrides)
-        line = settle(config, overrides, program)
+        line = apply_keys(config, overrides, program)
         if line == OFF:
             found = [warning(check, line, f"leave out {KEY_PREFIX}.enabled=False for the plugin to move them")]
         elif line.startswith(NOT_IN_USE):
@@ -212,6 +212,7 @@ def _sent(folder: str, config: Any) -> list[Finding]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     from verl_sync_plugin.config.settings import lora_rank_of
+    from verl_sync_plugin.layout.planner import plan_buckets
     from verl_sync_plugin.report import size_text
     from verl_sync_plugin.rollouts import rollout_of
     from verl_sync_plugin.trainers.base import wire_policy
@@ -225,7 +226,7 @@ def _sent(folder: str, config: Any) -> list[Finding]:
     naming = Naming(wire_policy(str(rollout.dtype)), checkpoint_rewrite(module), unsaved=unsaved_of(module))
     source = StateDictSource(module.state_dict, naming)
     megabytes = int(rollout.checkpoint_engine.update_weights_bucket_megabytes)
-    plan = source.plan(tuple(shard.base for shard in source.shards()), megabytes << 20)
+    plan = plan_buckets(tuple(shard.base for shard in source.shards()), megabytes << 20)
     model, names = config.actor_rollout_ref.model, given.architectures or [type(module).__name__]
     served = bool(lora_rank_of(model)) and not model.lora.get("merge", False)
     what = "the first sync sends the base, and each an adapter: " if served else "a sync sends "

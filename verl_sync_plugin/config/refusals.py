@@ -13,7 +13,8 @@ from typing import Any
 
 from verl_sync_plugin.config.settings import (
     KEY_PREFIX,
-    PREFIX,
+    MODEL,
+    ROLLOUT,
     SEPARATE_BACKEND,
     lora_rank_of,
     section,
@@ -21,11 +22,10 @@ from verl_sync_plugin.config.settings import (
 )
 
 ACTOR = "actor_rollout_ref.actor"
-MODEL = "actor_rollout_ref.model"
 MODE_KEY = "trainer.v1.trainer_mode"
 SEPARATE_ASYNC = "separate_async"
 COLOCATED_MODES = ("sync", "colocate_async")  # with these verl syncs by its backend ``naive``, whatever is set
-BACKEND_KEY = f"{PREFIX}.checkpoint_engine.backend"
+BACKEND_KEY = f"{ROLLOUT}.checkpoint_engine.backend"
 NO_MEGATRON_LORA = (
     f"Install Megatron-Bridge and set {ACTOR}.megatron.vanilla_mbridge=False, or train all parameters with "
     f"{MODEL}.lora.rank=0"
@@ -35,12 +35,12 @@ NO_MEGATRON_LORA = (
 def left_to_verl(rollout: Any) -> str:
     """The key of verl's rollout config that the plugin cannot follow with any rollout engine, and stock verl can, with
     value and reason; empty where there is none."""
-    on = section(rollout, "disaggregation", f"{PREFIX}.disaggregation").get("enabled", False)
+    on = section(rollout, "disaggregation", f"{ROLLOUT}.disaggregation").get("enabled", False)
     if on not in (None, False):
-        return f"{PREFIX}.disaggregation.enabled={on!r}: weight sync serves one engine per rank"
-    mtp = section(rollout, "mtp", f"{PREFIX}.mtp")
+        return f"{ROLLOUT}.disaggregation.enabled={on!r}: weight sync serves one engine per rank"
+    mtp = section(rollout, "mtp", f"{ROLLOUT}.mtp")
     if mtp.get("enable", False) and mtp.get("enable_rollout", False):
-        return f"{PREFIX}.mtp.enable_rollout=True: weight sync has no draft model"
+        return f"{ROLLOUT}.mtp.enable_rollout=True: weight sync has no draft model"
     return ""
 
 
@@ -59,7 +59,7 @@ def _boolean(value: Any) -> bool:
 # Keys of verl's whose values nobody checks before they are used: the test, the problem, what to use instead.
 # Hydra reads ``no`` and ``off`` as words, and a word counts as true wherever it is not asked for
 VALUES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
-    f"{PREFIX}.multi_stage_wake_up": (_boolean, "not a boolean", f"{PREFIX}.multi_stage_wake_up=True or False"),
+    f"{ROLLOUT}.multi_stage_wake_up": (_boolean, "not a boolean", f"{ROLLOUT}.multi_stage_wake_up=True or False"),
     f"{MODEL}.lora.rank": (_rank, "not a whole number from 0 on", "for example 32"),
     f"{MODEL}.lora_rank": (_rank, "not a whole number from 0 on", "for example 32"),
     f"{MODEL}.lora.alpha": (_number, "not a number", "for example 32"),
@@ -88,7 +88,7 @@ def refuse_combinations(config: Any, moves: bool) -> None:
     # verl's experimental mains do not read ``trainer.v1``
     v1 = not ("async_training" in config or "rollout" in config)
     mode = str((trainer.get("v1", None) or {}).get("trainer_mode", None) or "") if v1 else ""
-    backend = section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine").get("backend", "naive")
+    backend = section(rollout, "checkpoint_engine", f"{ROLLOUT}.checkpoint_engine").get("backend", "naive")
     separate = backend == SEPARATE_BACKEND
     rank, merge = lora_rank_of(model), bool(section(model, "lora", f"{MODEL}.lora").get("merge", False))
     served = bool(rank) and not merge
@@ -114,9 +114,9 @@ def refuse_combinations(config: Any, moves: bool) -> None:
     if separate:
         # with too few verl would start no engine, and say nothing
         few = f"the rollout has {gpus} GPUs of its own, and one engine needs {needed} ({', '.join(sizes)})"
-        none, both = "the rollout has no GPUs of its own", f"for example {PREFIX}.nnodes=1 {PREFIX}.n_gpus_per_node=4"
+        none, both = "the rollout has no GPUs of its own", f"for example {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node=4"
         refuse_first(
-            f"{PREFIX}.nnodes={nodes} and {PREFIX}.n_gpus_per_node={each}",
+            f"{ROLLOUT}.nnodes={nodes} and {ROLLOUT}.n_gpus_per_node={each}",
             (mode == SEPARATE_ASYNC and not gpus, f" with {MODE_KEY}={mode}", none, f"Set both, {both}"),
             (0 < gpus < needed, "", few, "Give it more, or make the engine smaller"),
         )
@@ -132,7 +132,7 @@ def refuse_combinations(config: Any, moves: bool) -> None:
         sees, use_v1 = "the plugin sees the metrics of these alone", v1 and trainer.get("use_v1", True)
         refuse_first(
             f"{key}={sync.max_probs_diff} with",
-            (not logs, f" {PREFIX}.calculate_log_probs=False", compares, f"Set it to True, or remove {key}"),
+            (not logs, f" {ROLLOUT}.calculate_log_probs=False", compares, f"Set it to True, or remove {key}"),
             (bypasses, " algorithm.rollout_correction.bypass_mode=True", compares, f"Set it to False, or remove {key}"),
             (not use_v1, "out one of verl's V1 trainers", sees, f"Set trainer.use_v1=True, or remove {key}"),
         )

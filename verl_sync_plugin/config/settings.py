@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 
-PREFIX = "actor_rollout_ref.rollout"
-KEY_PREFIX = f"{PREFIX}.custom.sync"
-SHORT_BUCKET_KEY = f"{PREFIX}.update_weights_bucket_megabytes"
-LONG_BUCKET_KEY = f"{PREFIX}.checkpoint_engine.update_weights_bucket_megabytes"
+ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+KEY_PREFIX = f"{ROLLOUT}.custom.sync"
+SHORT_BUCKET_KEY = f"{ROLLOUT}.update_weights_bucket_megabytes"
+LONG_BUCKET_KEY = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 # verl's default of 2 GiB is too much for memory on the device, and larger buckets are hardly faster
 DEFAULT_MEGABYTES = 512
 TURN_OFF = f"set {KEY_PREFIX}.enabled=False to run stock verl"
@@ -24,7 +24,7 @@ TRAINERS = ("fsdp", "fsdp2", "megatron")
 SEPARATE_BACKEND = "sync_plugin"  # verl's ``checkpoint_engine.backend`` of a rollout on GPUs of its own
 NOT_IN_USE = "weight sync NOT IN USE"  # begins the line of a run that the plugin cannot serve
 SWITCHED_OFF = (
-    f"{KEY_PREFIX}.enabled=False with {PREFIX}.checkpoint_engine.backend={SEPARATE_BACKEND}: that backend is the "
+    f"{KEY_PREFIX}.enabled=False with {ROLLOUT}.checkpoint_engine.backend={SEPARATE_BACKEND}: that backend is the "
     f"plugin's. Set {KEY_PREFIX}.enabled=True, or another backend, such as nccl."
 )
 SHARES_GPU = "_another_engine_on_this_gpu"  # set by our trainer next to ``sync``: no cache of the trainer may stay
@@ -138,7 +138,7 @@ def lora_rank_of(model: Any) -> int:
     return max(int(model.get("lora_rank", 0) or 0), int(block.get("rank", 0) or 0))
 
 
-def settled_megabytes(short: Any, long: Any, given: bool = True) -> int:
+def bucket_megabytes(short: Any, long: Any, given: bool = True) -> int:
     """The size of a bucket in MiB: the short key's value, else the long key's, of which at most 512 counts unless
     somebody has ``given`` it. Raises ValueError where both are given and differ, and for another value than a whole
     number from 1 on."""

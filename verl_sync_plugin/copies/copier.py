@@ -68,7 +68,7 @@ class BucketMemory(Memory):
 class Prepared(Protocol):
     """Blocks made ready once and run every sync."""
 
-    def run(self, memory: Memory, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
+    def run(self, memory: Memory, sums: torch.Tensor, copy: bool = True) -> None:
         """Copies from ``memory``, adds hashes to ``sums`` (int64, one per group); may return early."""
 
 
@@ -112,10 +112,10 @@ class _KernelPrepared:
         self._found: tuple[int, ...] = ()
         self._bases: torch.Tensor | None = None
 
-    def run(self, memory: Memory, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
+    def run(self, memory: Memory, sums: torch.Tensor, copy: bool = True) -> None:
         if self._bases is None or memory.starts != self._found:  # a bucket has the same slot in every sync
             self._found, self._bases = memory.starts, addresses(0, memory.starts, memory.device)
-        self._table.run(self._bases, sums, copy, hashed)
+        self._table.run(self._bases, sums, copy)
 
 
 class _PlainPrepared:
@@ -123,7 +123,7 @@ class _PlainPrepared:
         self._blocks = blocks
         self._targets = targets
 
-    def run(self, memory: Memory, sums: torch.Tensor, copy: bool = True, hashed: bool = True) -> None:
+    def run(self, memory: Memory, sums: torch.Tensor, copy: bool = True) -> None:
         for block in self._blocks:
             slot, source = memory.at(block.region, block.source)
             if block.grow == 2:
@@ -132,8 +132,7 @@ class _PlainPrepared:
                 flat, start = self._targets.find(block.target)
                 target = runs(flat, start, block.width, block.count, block.target_stride)
                 target.copy_(runs(slot, source, block.width, block.count, block.source_stride))
-            if hashed:
-                sums[block.group] += hash_block(slot, source, block)
+            sums[block.group] += hash_block(slot, source, block)
 
 
 def _cast(slot: torch.Tensor, source: int, block: Block) -> tuple[torch.Tensor, int, Block]:

@@ -76,7 +76,6 @@ def move_rows(  # type: ignore[no-untyped-def]
     CAST: tl.constexpr,  # from fp32 to bf16; the hash is of what is written
     RUNS: tl.constexpr,  # rows have several runs
     COPY: tl.constexpr,
-    HASH: tl.constexpr,
     EXPONENT: tl.constexpr,  # its bits in all elements of a word; 0 does not look for NaN and Inf
     LOWEST: tl.constexpr,  # the lowest of these bits in each element
     BLOCK: tl.constexpr,
@@ -132,16 +131,13 @@ def move_rows(  # type: ignore[no-untyped-def]
             value = tl.load(read + at, mask=mask, other=0)
         if COPY:
             tl.store(write + to, value, mask=mask)
-        if HASH or EXPONENT:
-            word, bits = placed(value, where, LANE)
-            if HASH:
-                total += weighed(bits, word)
-            if EXPONENT:
-                # adding one to an exponent of ones only carries into the bit above it
-                broken |= (bits & EXPONENT) + LOWEST
+        word, bits = placed(value, where, LANE)
+        total += weighed(bits, word)
+        if EXPONENT:
+            # adding one to an exponent of ones only carries into the bit above it
+            broken |= (bits & EXPONENT) + LOWEST
     group = tl.load(narrow + rows + row)
-    if HASH:
-        tl.atomic_add(sums + group, tl.sum(total, 0).to(tl.int64))
+    tl.atomic_add(sums + group, tl.sum(total, 0).to(tl.int64))
     if EXPONENT:  # an ``if`` of its own, which is decided when the kernel is compiled  # noqa: SIM102
         if tl.sum(((broken & (EXPONENT + LOWEST)) != 0).to(tl.int32), 0) > 0:
             tl.store(flags + group, 1)

@@ -44,7 +44,7 @@ class Found:
         self.version = 0
         self._device = device
 
-    def look(self, shards: Sequence[Shard]) -> bool:
+    def locate(self, shards: Sequence[Shard]) -> bool:
         """Looks the runs up; returns whether any is elsewhere, or of another dtype, than the last time."""
         places = [
             (0, torch.uint8) if (run := shards[base].run) is None else (run.data_ptr(), run.dtype)
@@ -196,7 +196,7 @@ class Packer:
         table = self._tables.get(index)
         if table is None:
             table = self._tables[index] = PackTable(self.plan, [bucket], self.rank, self._tensors, self._device)
-        table.found.look(shards)
+        table.found.locate(shards)
         table.refresh()
         pack_slices(segment, table.alone, shards)
         table.run(memory.data_ptr() - origin, self._sums, self._flags)

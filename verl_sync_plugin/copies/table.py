@@ -95,7 +95,7 @@ class _Kind:
 
 
 class KernelTable:
-    """The rows of one bucket, resident on the device and used again every sync.
+    """The rows of a bucket, or of all of them, resident on the device and used again every sync.
 
     Device memory: 64 bytes per ``ROW_BYTES`` copied.
 
@@ -127,30 +127,26 @@ class KernelTable:
         return tensors[0], tensors[1], len(rows)
 
     def run(
-        self, bases: torch.Tensor, sums: torch.Tensor, copy: bool = True, hashed: bool = True,
-        flags: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self, bases: torch.Tensor, sums: torch.Tensor, copy: bool = True, flags: torch.Tensor | None = None
+    ) -> None:
         """Starts the copies on the current stream; returns at once.
 
         Args:
             bases: the result of ``addresses`` on the device.
             sums: int64 of shape ``(groups,)`` on the device; hashes are added.
             copy: False only reads and hashes.
-            hashed: False leaves ``sums`` alone.
             flags: int64 of shape ``(groups,)`` on the device; those with a NaN or Inf become 1. ``None`` does not look.
         """
         from verl_sync_plugin.copies import kernel
 
         for kind, wide, narrow, count in self._parts:
             exponent, lowest = EXPONENTS.get(kind.dtype, (0, 0)) if flags is not None else (0, 0)
-            if not (copy or hashed or exponent):
-                continue
             block, warps = (kernel.BLOCK, kernel.WARPS) if copy else (kernel.READ_BLOCK, kernel.READ_WARPS)
             if kind.cast and kind.lane == 8:
                 block, warps = kernel.CAST_BLOCK, kernel.WARPS
             kernel.move_rows[(count,)](
                 wide, narrow, count, bases, sums, self._unused if flags is None else flags,
-                kind.lane, kind.cast, kind.tall, copy, hashed, exponent, lowest, block, num_warps=warps,
+                kind.lane, kind.cast, kind.tall, copy, exponent, lowest, block, num_warps=warps,
             )  # fmt: skip
 
 

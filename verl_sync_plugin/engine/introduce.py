@@ -20,13 +20,13 @@ from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.copies.copier import Copier, Memory
 from verl_sync_plugin.copies.plain import Block, flat_storage
 from verl_sync_plugin.engine.model import EngineModel, partner_of
-from verl_sync_plugin.engine.recorder import Recording, Source, Write, model_tensors, record, storage_of
+from verl_sync_plugin.engine.recorder import Recording, SentTensor, Write, model_tensors, record, storage_of
 from verl_sync_plugin.layout.load_map import (
     Box,
     Constant,
-    Left,
     LoadMap,
     Move,
+    NotCopied,
     Pairs,
     Spans,
     StateTensor,
@@ -89,7 +89,7 @@ class Storages:
 
 
 def introduce(
-    model: EngineModel, sources: Sequence[Source], owners: Mapping[str, str], device: torch.device
+    model: EngineModel, sources: Sequence[SentTensor], owners: Mapping[str, str], device: torch.device
 ) -> tuple[LoadMap, Storages, frozenset[str]]:
     """Finds a model's map. Overwrites parameters with marks, so a sync has to follow.
 
@@ -114,7 +114,7 @@ def introduce(
         raise RuntimeError(f"no device memory for a load of marks, which proves its map: {error}. {room}") from error
 
 
-def kept_in_fp8(model: EngineModel, sources: Sequence[Source]) -> tuple[str, ...]:
+def kept_in_fp8(model: EngineModel, sources: Sequence[SentTensor]) -> tuple[str, ...]:
     """The matrices, by name, that the model keeps in fp8 and the trainer sends in another dtype. A dry load is offered
     all of them in fp8: for a parameter in fp8 many of SGLang's loaders take nothing else."""
     if not any(parameter.dtype == FP8 for parameter in model.module.parameters()):
@@ -129,16 +129,16 @@ def kept_in_fp8(model: EngineModel, sources: Sequence[Source]) -> tuple[str, ...
 
 class _Introduction:
     def __init__(
-        self, model: EngineModel, sources: Sequence[Source], owners: Mapping[str, str], device: torch.device
+        self, model: EngineModel, sources: Sequence[SentTensor], owners: Mapping[str, str], device: torch.device
     ) -> None:
         self._model, self._sources, self._owners, self._device = model, sources, owners, device
         self._by_number = sorted(sources, key=lambda source: source.name)
         self._numbers = {source.name: number for number, source in enumerate(self._by_number)}
         self._moves: list[Move] = []
         self._constants: list[Constant] = []
-        self._own = ""
-        self._left: dict[str, str] = {}
-        self._not_held: dict[str, str] = {}
+        self._own_load = ""
+        self._not_copied: dict[str, str] = {}
+        self._unplaced: dict[str, str] = {}
 
     @torch.no_grad()
     def run(self) -> tuple[LoadMap, Storages, frozenset[str]]:
@@ -158,12 +158,12 @@ class _Introduction:
         self._propose(recording, odd)
         self._prove(unfixed)
         self._add_constants()
-        own = next((f"{name} {why}" for name, why in self._left.items()), self._own)
+        own = next((f"{name} {why}" for name, why in self._not_copied.items()), self._own_load)
         found = LoadMap(
             f"{model.engine}'s {model.name}", self._storages.table, tuple(self._moves), tuple(self._constants),
             own, self._leftovers(recording), self._theirs(unfixed) if own else (),
             tuple((number, why) for name, number in self._numbers.items() if (why := model.why_skipped(name))),
-            tuple((self._numbers[name], why) for name, why in self._not_held.items()),
+            tuple((self._numbers[name], why) for name, why in self._unplaced.items()),
             bool(recording.computed_from) and model.can_derive,
         )  # fmt: skip
         return found, self._storages, frozenset(unfixed)
@@ -171,9 +171,9 @@ class _Introduction:
     # ---------------------------------------------------------------------------------------------- what is proposed
     def _propose(self, recording: Recording, odd: Mapping[int, str]) -> None:
         """Makes of a recording the state that it leaves: of each byte, who wrote it last."""
-        left, not_held = self._left, self._not_held
+        left, unplaced = self._not_copied, self._unplaced
         left.update(recording.refused)
-        not_held.update(recording.refused)
+        unplaced.update(recording.refused)
         writes = self._writes = [
             _Writing(write, storage)
             for write in recording.writes
@@ -183,15 +183,15 @@ class _Introduction:
             if write.name and (why := odd.get(storage_of(write.target))):
                 left.setdefault(write.name, why)
                 if self._storages.of(write.target) is None:
-                    not_held.setdefault(write.name, why)
+                    unplaced.setdefault(write.name, why)
         for each in writes:
             if each.box is not None and (why := self._why_no_move(each)):
                 left.setdefault(each.name, why)
-                not_held.setdefault(each.name, why)
+                unplaced.setdefault(each.name, why)
         for earlier, later in _overlapping(writes):
-            _settle(earlier, later, left)
+            _resolve_overlap(earlier, later, left)
         for each in (each for each in writes if not each.dead):
-            if each.box is not None and each.name not in not_held:
+            if each.box is not None and each.name not in unplaced:
                 dtype = dtype_name(each.write.target.dtype)
                 self._moves.append(Move(self._numbers[each.name], each.storage, dtype, each.box))
             elif isinstance(each.write.source, float):
@@ -199,7 +199,7 @@ class _Introduction:
                 if len(each.rest):
                     self._constants.append(Constant(each.storage, pairs_of(each.rest), bits.numpy().tobytes()))
             elif not each.name:
-                self._own = "its load writes what it computes in addition to the tensors"
+                self._own_load = "its load writes what it computes in addition to the tensors"
 
     def _why_no_move(self, each: _Writing) -> str:
         assert each.box is not None
@@ -215,7 +215,8 @@ class _Introduction:
         """Has the model load marks. Raises ValueError where it does not do what was recorded."""
         model, flats = self._model, self._storages.flats
         lies, given = _lies(model.module), _Hashes(self._moves, self._by_number, self._device)
-        unproven = [(w.storage, w.rest) for w in self._writes if not w.dead and (not w.name or w.name in self._left)]
+        left = {"", *self._not_copied}
+        unproven = [(w.storage, w.rest) for w in self._writes if not w.dead and w.name in left]
         for storage, spans in unproven:
             for first, end in spans.tolist():
                 flats[storage][first:end].fill_(POISON)
@@ -233,13 +234,13 @@ class _Introduction:
                 name = self._storages.table[storage].name
                 raise self._other(f"does not write {name} with real tensors, and did without them")
         wrong = {self._by_number[move.tensor].name for move in given.wrong(flats)}
-        for name in sorted(wrong - self._left.keys()):
+        for name in sorted(wrong - self._not_copied.keys()):
             raise self._other(f"puts {name} elsewhere with real tensors than without them")
-        self._not_held.update((name, self._left[name]) for name in wrong)
-        self._moves = [move for move in self._moves if self._by_number[move.tensor].name not in self._not_held]
+        self._unplaced.update((name, self._not_copied[name]) for name in wrong)
+        self._moves = [move for move in self._moves if self._by_number[move.tensor].name not in self._unplaced]
         lasting = [each for each in self._constants if _holds(each, flats[each.storage])]
         if len(lasting) < len(self._constants):
-            self._own = "a constant next to its weights changes with what is loaded"
+            self._own_load = "a constant next to its weights changes with what is loaded"
         self._constants = lasting
 
     def _other(self, what: str) -> ValueError:
@@ -266,23 +267,23 @@ class _Introduction:
             found.setdefault(number, []).extend(again)
         return tuple((number, pairs_of(spans_of(parts))) for number, parts in found.items())
 
-    def _leftovers(self, recording: Recording) -> tuple[Left, ...]:
+    def _leftovers(self, recording: Recording) -> tuple[NotCopied, ...]:
         parts: dict[str, list[np.ndarray]] = {}
         dtypes: dict[str, str] = {}
-        for each in (each for each in self._writes if each.name in self._left):
+        for each in (each for each in self._writes if each.name in self._not_copied):
             dtype = dtype_name(each.write.target.dtype)
             dtypes[each.name] = max(dtype, dtypes.get(each.name, dtype), key=size_of)
             if each.box is not None and not each.dead:
                 parts.setdefault(each.name, []).append(box_spans(each.box, True))
         found = []
-        for name, why in self._left.items():
+        for name, why in self._not_copied.items():
             source = self._by_number[self._numbers[name]]
             if name in recording.taken:
                 parts[name] = [box_spans(own_box(source.shape, source.strides), True)]
             own = dtype_name(source.dtype)
             kept = "" if name in recording.computed else max(own, dtypes.get(name, own), key=size_of)
             kept = kept if source.dtype.is_floating_point else own
-            found.append(Left(self._numbers[name], why, kept, pairs_of(spans_of(parts.get(name, ())))))
+            found.append(NotCopied(self._numbers[name], why, kept, pairs_of(spans_of(parts.get(name, ())))))
         return tuple(sorted(found, key=lambda left: left.tensor))
 
 
@@ -331,7 +332,7 @@ def _overlapping(writes: Sequence[_Writing]) -> Iterator[tuple[_Writing, _Writin
         reaching.append(write)
 
 
-def _settle(earlier: _Writing, later: _Writing, left: dict[str, str]) -> None:
+def _resolve_overlap(earlier: _Writing, later: _Writing, left: dict[str, str]) -> None:
     """Decides about bytes that are written twice. What only an order of writes gives is left to the model."""
     if earlier.dead or later.dead:
         return
@@ -359,7 +360,7 @@ class _Hashes:
     """The hashes of what every move takes of the marks, in the dtype of the model, counted by the place in the
     tensor."""
 
-    def __init__(self, moves: Sequence[Move], sources: Sequence[Source], device: torch.device) -> None:
+    def __init__(self, moves: Sequence[Move], sources: Sequence[SentTensor], device: torch.device) -> None:
         self._moves, self._device = list(moves), device
         self._of_name: dict[str, list[tuple[int, Move]]] = {}
         for number, move in enumerate(moves):
@@ -435,7 +436,7 @@ def memory_of(flats: Sequence[torch.Tensor], device: torch.device) -> Memory:
     return Memory(device, [flat.data_ptr() for flat in flats], flats)
 
 
-def _marks(chunk: Sequence[Source], owners: Mapping[str, str], generator: torch.Generator) -> list[_Mark]:
+def _marks(chunk: Sequence[SentTensor], owners: Mapping[str, str], generator: torch.Generator) -> list[_Mark]:
     """Tied tensors hold the same marks, in memory of their own, for some models write into what they are given. The
     random bits of a chunk are made at once: made one by one, those of 18867 tensors took longer than their load."""
     metas = [source.meta() for source in chunk]
@@ -456,14 +457,14 @@ def _marks(chunk: Sequence[Source], owners: Mapping[str, str], generator: torch.
     return marks
 
 
-def _chunks(sources: Sequence[Source], owners: Mapping[str, str], model: EngineModel) -> Iterator[list[Source]]:
+def _chunks(sources: Sequence[SentTensor], owners: Mapping[str, str], model: EngineModel) -> Iterator[list[SentTensor]]:
     """As many tensors in one go as make up ``CHUNK_BYTES``, each with those it is tied to or fused with."""
     by_name = {source.name: source for source in sources}
     tied: dict[str, list[str]] = {}
     for source in sources:
         tied.setdefault(owners.get(source.name, source.name), []).append(source.name)
     left = set(by_name)
-    chunk: list[Source] = []
+    chunk: list[SentTensor] = []
     nbytes = 0
     for first in by_name:
         together = [first] if first in left else []
@@ -487,7 +488,7 @@ def _finite_bits(nbytes: int, generator: torch.Generator) -> torch.Tensor:
     return bits.bitwise_and_(FINITE).view(torch.uint8)
 
 
-def _whole_numbers(source: Source, nbytes: int, generator: torch.Generator) -> torch.Tensor:
+def _whole_numbers(source: SentTensor, nbytes: int, generator: torch.Generator) -> torch.Tensor:
     """Small whole numbers as bytes of shape ``(nbytes,)``."""
     most = 2 if source.dtype == torch.bool else 64
     shape = (nbytes // source.dtype.itemsize,)

@@ -20,7 +20,7 @@ from verl_sync_plugin.copies.plain import Block
 from verl_sync_plugin.copies.table import QuantizeTable, Rectangle
 from verl_sync_plugin.engine.introduce import Storages, in_box, introduce, is_turned, kept_in_fp8, memory_of, unturned
 from verl_sync_plugin.engine.model import EngineModel, FusedPairs, partner_of
-from verl_sync_plugin.engine.recorder import Source, model_tensors
+from verl_sync_plugin.engine.recorder import SentTensor, model_tensors
 from verl_sync_plugin.layout.load_map import (
     Constant,
     LoadMap,
@@ -32,11 +32,10 @@ from verl_sync_plugin.layout.load_map import (
 )
 from verl_sync_plugin.layout.strided import Partition, Run, compose, in_rows
 from verl_sync_plugin.layout.tensors import SCALE, Entry, hulls_of, numbers_of
-from verl_sync_plugin.log import say
+from verl_sync_plugin.log import say, some
 from verl_sync_plugin.transport.memory import Live, Regions
 from verl_sync_plugin.transport.protocol import Held, Manifest
 
-NAMED = 5  # names of a list in a message
 FP8 = "float8_e4m3fn"
 Layout = tuple[tuple[object, ...], ...]
 _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -131,7 +130,7 @@ class ModelLoad:
     def _shapes(self) -> list[tuple[object, ...]]:
         return [(name, self._entries[name].shape, self._entries[name].strides) for name in self._names]
 
-    def look(self) -> None:
+    def note_layout(self) -> None:
         """While there is time: looks where the model's parameters are, for ``begin``."""
         self._now = self._key.now()
 
@@ -148,12 +147,12 @@ class ModelLoad:
             torch._foreach_zero_(self._zeros)  # a padded model has thousands
         for view, bits in self._bits:
             view.copy_(bits)
-        self._assembler = Assembler(frozenset(self._names), self._model.fused_pairs if self.map.own else ())
+        self._assembler = Assembler(frozenset(self._names), self._model.fused_pairs if self.map.own_load else ())
 
     def _introduce(self) -> None:
         numbers = self._numbers
         owners = {name: self._names[self._owners[number]] for name, number in numbers.items()}
-        sources = [Source.of(entry) for entry in self._entries.values()]
+        sources = [SentTensor.of(entry) for entry in self._entries.values()]
         if in_fp8 := kept_in_fp8(self._model, sources):
             rows, columns = self._model.fp8_block
             self.map, unfixed = LoadMap(fp8=tuple((numbers[name], rows, columns) for name in in_fp8)), frozenset[str]()
@@ -175,7 +174,7 @@ class ModelLoad:
         parts = read_parts(self.map, self._owners)
         self._whole = {number: part for part, (number, box) in enumerate(parts) if box is None}
         self._moves: dict[str, list[tuple[int, Move]]] = {}  # of the tensors that are copied, with their parts
-        for part, move in enumerate(move for move in self.map.moves if move.tensor not in self.map.left_numbers):
+        for part, move in enumerate(move for move in self.map.moves if move.tensor not in self.map.not_copied_numbers):
             self._moves.setdefault(self._names[move.tensor], []).append((part, move))
         self._by_scratch = frozenset(
             name
@@ -188,7 +187,7 @@ class ModelLoad:
         ]
         self._ready = [(self._copier.prepare(w.copies), self._copier.prepare(w.reads)) for w in self._works]
         self._read_sums = torch.zeros(len(parts), dtype=torch.int64, device=self.device)
-        self.replayed = 0 if self.map.own else len(self._names)
+        self.replayed = 0 if self.map.own_load else len(self._names)
         flats = self._storages.flats
         views = [(each, view) for each in self.map.constants for view in _views(each, flats[each.storage])]
         self._zeros = [view for each, view in views if not any(each.bits)]
@@ -203,7 +202,7 @@ class ModelLoad:
     def _cut(self, entries: tuple[Entry, ...], segment: int) -> _Work:
         copies, reads, whole = list[Block](), list[Block](), list[Entry]()
         for entry in entries:
-            if self.map.own or entry.name in self._by_scratch:
+            if self.map.own_load or entry.name in self._by_scratch:
                 whole.append(entry)
                 reads += self._blocks(entry, segment, packed=True)
             else:
@@ -251,7 +250,7 @@ class ModelLoad:
         copies.run(memory, self._read_sums)
         reads.run(memory, self._read_sums, copy=False)
         whole = self._assembler.tensors(memory, self._works[index].whole)
-        if self.map.own:
+        if self.map.own_load:
             self._model.load_weights(whole)
             return
         for name, tensor in whole:
@@ -269,11 +268,11 @@ class ModelLoad:
         """The reason why parameters may not be read where they lie; empty when they may."""
         if self.device.type == "cuda" and not self._copier.kernel:
             return "there is no Triton kernel in the engine"
-        if self.map.own:
-            return f"the model loads the tensors itself: {self.map.own}"
+        if self.map.own_load:
+            return f"the model loads the tensors itself: {self.map.own_load}"
         return next((f"{name} is copied through scratch memory" for name in self._by_scratch), "")
 
-    def load_direct(self, lives: Sequence[Live], place: int, regions: Regions) -> None:
+    def load_in_place(self, lives: Sequence[Live], place: int, regions: Regions) -> None:
         """Loads everything from where the trainer ranks hold it; copies may still run when it returns.
 
         Args:
@@ -341,10 +340,10 @@ class ModelLoad:
             ValueError: a tensor is incomplete.
         """
         self._assembler.finish()
-        if self.map.derives and not self.map.own:  # an own load has derived by itself
+        if self.map.derives and not self.map.own_load:  # an own load has derived by itself
             self._model.derive_after_load()
         self._model.refresh_copies()
-        if self.map.own:
+        if self.map.own_load:
             self._storages.refresh()
 
     # ----------------------------------------------------------------------------------------------- what is reported
@@ -365,7 +364,7 @@ class ModelLoad:
 
     def _say(self) -> None:
         how = "the kernel" if self._copier.kernel else "plain copies"
-        how = f"the model's own load ({self.map.own})" if self.map.own else how
+        how = f"the model's own load ({self.map.own_load})" if self.map.own_load else how
         say(f"{len(self._names)} tensors go by {how}")
 
 
@@ -595,7 +594,7 @@ def refuse_rearranged(model: EngineModel, device: torch.device) -> None:
     after = _hashes(storages, device)
     changed = [p.name for p, one, other in zip(storages.table, before, after, strict=True) if one != other]
     if changed or key.now() != layout:
-        shown = ", ".join(changed[:NAMED]) or "the places of parameters"
+        shown = some(changed) or "the places of parameters"
         raise ValueError(
             f"{model.engine} changes {shown} once they are loaded from a checkpoint, and not after a sync, so "
             f"{model.name} would compute with weights in another layout. {model.plain_layout}"

@@ -28,7 +28,7 @@ MOVES = (
 
 
 @dataclass(frozen=True)
-class Source:
+class SentTensor:
     """A tensor of the sync: its name and layout."""
 
     name: str
@@ -37,7 +37,7 @@ class Source:
     strides: tuple[int, ...] | None
 
     @classmethod
-    def of(cls, entry: Entry) -> Source:
+    def of(cls, entry: Entry) -> SentTensor:
         return cls(entry.name, getattr(torch, entry.dtype), entry.shape, entry.strides)
 
     @property
@@ -111,7 +111,7 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 class _Recorder(TorchDispatchMode):
     """Watches one load. Writes into the model are noted and left out; reading it is real."""
 
-    def __init__(self, sources: dict[int, Source], targets: dict[int, set[torch.dtype]]) -> None:
+    def __init__(self, sources: dict[int, SentTensor], targets: dict[int, set[torch.dtype]]) -> None:
         """``sources`` and ``targets`` by storage; a target's dtypes are those of the parameters in it."""
         super().__init__()
         self.recording = Recording()
@@ -259,7 +259,7 @@ class _Recorder(TorchDispatchMode):
         return True
 
 
-def record(model: EngineModel, sources: Sequence[Source]) -> Recording:
+def record(model: EngineModel, sources: Sequence[SentTensor]) -> Recording:
     """One dry ``load_weights`` over all ``sources``; changes nothing in the model that a sync would keep.
 
     Args:

@@ -36,7 +36,7 @@ class ReceiverSession:
     """Lives as long as its model; keeps the manifest and what was learned from it and, until it is asked to let go of
     it, the opened staging memory between syncs.
 
-    Holds no reference to the trainer's tensors; the staging memory it maps belongs to the trainer.
+    What it maps belongs to the trainer: staging memory, and allocations with parameters that it reads in place.
     """
 
     def __init__(self, model: EngineModel) -> None:
@@ -62,11 +62,11 @@ class ReceiverSession:
         """
         wait = request.timeout_seconds
         if self._load is not None:  # while the trainer ranks make ready to greet
-            self._load.look()
+            self._load.note_layout()
         hello = _expect(Hello, channel.receive(together_seconds(wait)))
         self._reserved = _reserved_bytes()
         if hello.live:
-            self._run_direct(hello, channel, wait)
+            self._run_in_place(hello, channel, wait)
         else:
             self._run_staged(hello, channel, wait)
 
@@ -78,7 +78,7 @@ class ReceiverSession:
         device = self._stagings[hello.stagings[hello.place].key].device
         load = self._load_of(hello, channel, device, wait)
         load.begin()
-        if hello.tells:
+        if hello.asks_map:
             channel.send(Ready(map=load.map))
         running = Running(channel, device)
         message = running.receive(wait)
@@ -97,16 +97,16 @@ class ReceiverSession:
         nbytes = manifest.segments[load.bucket]
         return [slot.narrow(0, 0, nbytes) for slot in slots]
 
-    def _run_direct(self, hello: Hello, channel: Channel, wait: float) -> None:
+    def _run_in_place(self, hello: Hello, channel: Channel, wait: float) -> None:
         """The trainer ranks keep their parameters as they are until all engine ranks have said ``Loaded``."""
-        load = self._meet_direct(hello, channel, wait)
+        load = self._open_in_place(hello, channel, wait)
         if load is None:
             return
         running = Running(channel, load.device)
         message = _expect(Load, running.receive(wait))
         try:
             with running.loading(message.bucket):
-                load.load_direct(self._lives, hello.place, self._regions)
+                load.load_in_place(self._lives, hello.place, self._regions)
         except BaseException:
             _wait_for(load.device)  # the trainer goes on when it hears of this
             raise
@@ -115,7 +115,7 @@ class ReceiverSession:
         self._stagings = {}
         self._commit(commit, hello, channel)
 
-    def _meet_direct(self, hello: Hello, channel: Channel, wait: float) -> ModelLoad | None:
+    def _open_in_place(self, hello: Hello, channel: Channel, wait: float) -> ModelLoad | None:
         """Ready to read in place, or ``None``, and then the trainer knows why not."""
         load, obstacle = self._load if hello.digest == self._digest else None, "the engine does not know the plan"
         if load is not None:
@@ -164,8 +164,8 @@ class ReceiverSession:
                 sums,
                 load.obstacle or ("" if self._maps else "an engine rank could not map them"),
                 self._take_activations(),
-                load.held() if hello.proves else None,
-                None if hello.tells or hello.map == load.map.digest else load.map,
+                load.held() if hello.asks_hashes else None,
+                None if hello.asks_map or hello.map == load.map.digest else load.map,
             )
         )
 

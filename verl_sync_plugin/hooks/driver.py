@@ -25,16 +25,16 @@ from verl_sync_plugin.config.refusals import ACTOR, MODEL, refuse_combinations, 
 from verl_sync_plugin.config.settings import (
     KEY_PREFIX,
     NOT_IN_USE,
-    PREFIX,
+    ROLLOUT,
     SEPARATE_BACKEND,
     SHORT_BUCKET_KEY,
     SWITCHED_OFF,
     TURN_OFF,
     SyncConfig,
+    bucket_megabytes,
     refuse_misplaced,
     refuse_near_misses,
     section,
-    settled_megabytes,
     sync_config_of,
 )
 from verl_sync_plugin.log import say
@@ -48,7 +48,7 @@ BUCKET = "update_weights_bucket_megabytes"  # the last word of both keys
 OFF = "weight sync off, stock verl moves the weights"
 
 
-def settle(config: DictConfig, overrides: Sequence[str] = (), program: str = "", resolved: bool = False) -> str:
+def apply_keys(config: DictConfig, overrides: Sequence[str] = (), program: str = "", resolved: bool = False) -> str:
     """Checks our keys and writes plain values into a composed config; a second time changes nothing. Returns one line
     that says who moves the weights; empty where no engine of ours gets any. Raises ValueError, which names key, value
     and remedy. A program of your own that composes verl's config without ``hydra.main`` calls it before Ray starts.
@@ -59,7 +59,7 @@ def settle(config: DictConfig, overrides: Sequence[str] = (), program: str = "",
         program: the file name of the main, without ``.py``.
         resolved: the config's interpolations are gone, and with them the knowledge which of verl's keys were given.
     """
-    actor_rollout_ref, rollout = (OmegaConf.select(config, key) for key in ("actor_rollout_ref", PREFIX))
+    actor_rollout_ref, rollout = (OmegaConf.select(config, key) for key in ("actor_rollout_ref", ROLLOUT))
     if not isinstance(rollout, DictConfig):
         return ""
     if rollout.get("name") not in ROLLOUTS:
@@ -73,7 +73,7 @@ def settle(config: DictConfig, overrides: Sequence[str] = (), program: str = "",
             refuse_unread_rank(actor_rollout_ref.model, OmegaConf.select(actor_rollout_ref, "actor.strategy"))
         leave_to_verl(rollout, resolved)
         return unserved or OFF
-    settle_rollout(rollout, resolved)
+    apply_rollout_keys(rollout, resolved)
     refuse_values(MODEL, actor_rollout_ref.model)
     refuse_combinations(config, moves(rollout))
     settle_trainer(actor_rollout_ref)
@@ -96,7 +96,7 @@ def syncs(actor_rollout_ref: Any) -> bool:
 
 def backend_of(rollout: Any) -> str:
     """verl's ``checkpoint_engine.backend``, by which trainer and rollout are colocated (``naive``) or separate."""
-    return str(section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine").get("backend", "naive"))
+    return str(section(rollout, "checkpoint_engine", f"{ROLLOUT}.checkpoint_engine").get("backend", "naive"))
 
 
 def moves(rollout: Any) -> bool:
@@ -114,7 +114,7 @@ def stepping_aside(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
     if not cause:
         return ""
     if backend_of(rollout) == SEPARATE_BACKEND:
-        key = f"{PREFIX}.checkpoint_engine.backend"
+        key = f"{ROLLOUT}.checkpoint_engine.backend"
         raise ValueError(f"{cause}, so {key}={SEPARATE_BACKEND} cannot be followed. Use another, such as nccl.")
     if key := asked_for(actor_rollout_ref, overrides):
         raise ValueError(
@@ -155,13 +155,13 @@ def asked_for(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
     return ""
 
 
-def settle_rollout(rollout: DictConfig, resolved: bool) -> None:
+def apply_rollout_keys(rollout: DictConfig, resolved: bool) -> None:
     """Checks the rollout config of a run in which the plugin moves the weights, and writes its values."""
-    engine, stock = section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine"), hydra_source.stock_rollout()
+    engine, stock = section(rollout, "checkpoint_engine", f"{ROLLOUT}.checkpoint_engine"), hydra_source.stock_rollout()
     with read_write(rollout), open_dict(rollout):
         if rollout.get("_target_") == hydra_source.TARGET:
             given = hydra_source.given(engine, BUCKET, stock.checkpoint_engine[BUCKET], resolved)
-            rollout[BUCKET] = engine[BUCKET] = settled_megabytes(rollout.get(BUCKET), engine.get(BUCKET), given)
+            rollout[BUCKET] = engine[BUCKET] = bucket_megabytes(rollout.get(BUCKET), engine.get(BUCKET), given)
             if not hydra_source.given(rollout, "multi_stage_wake_up", True):
                 rollout.multi_stage_wake_up = True
     check_rollout(rollout)
@@ -227,7 +227,7 @@ class SyncRolloutConfig(RolloutConfig):
         short, long, stock = (getattr(each, BUCKET) for each in (*both, CheckpointEngineConfig()))
         size = long if short is None else short
         if is_on(self):
-            size = settled_megabytes(short, long, long != stock)
+            size = bucket_megabytes(short, long, long != stock)
         for config in both:
             object.__setattr__(config, BUCKET, size)  # they are frozen
         check_rollout(self)
@@ -245,9 +245,9 @@ def check_rollout(rollout: Any) -> None:
     """Checks all keys of a rollout config (dataclass or settled DictConfig)."""
     if not is_on(rollout):
         return
-    engine = section(rollout, "checkpoint_engine", f"{PREFIX}.checkpoint_engine")
-    settled_megabytes(rollout.get(BUCKET, None), engine.get(BUCKET, None))
-    refuse_values(PREFIX, rollout)
+    engine = section(rollout, "checkpoint_engine", f"{ROLLOUT}.checkpoint_engine")
+    bucket_megabytes(rollout.get(BUCKET, None), engine.get(BUCKET, None))
+    refuse_values(ROLLOUT, rollout)
     if moves(rollout):
         rollout_of(rollout.get("name")).refuse_keys(rollout)
 
@@ -267,7 +267,7 @@ class CheckKeys(Callback):
     def _settle(self, config: DictConfig, unsettled: DictConfig | None = None) -> None:
         try:
             overrides: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
-            if line := settle(config, overrides, str(OmegaConf.select(config, "hydra.job.name"))):
+            if line := apply_keys(config, overrides, str(OmegaConf.select(config, "hydra.job.name"))):
                 say(f"driver: {line}")
             if unsettled is not None:
                 _refuse_unsettled(unsettled, config, line)

@@ -26,13 +26,13 @@ from verl.checkpoint_engine.base import (
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.utils.device import get_torch_device
 
-from verl_sync_plugin.config.settings import PREFIX, SEPARATE_BACKEND, SyncConfig
+from verl_sync_plugin.config.settings import ROLLOUT, SEPARATE_BACKEND, SyncConfig
 from verl_sync_plugin.log import say, say_unused
-from verl_sync_plugin.report import say_who_moves, sent, write_report
+from verl_sync_plugin.report import say_who_moves, trainer_metrics, write_report
 from verl_sync_plugin.rollouts import rollout_of
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sync.membership import Member, Membership, topology
-from verl_sync_plugin.trainers.base import ShardStream, refuse_plain_stream, take_over, trainer_device
+from verl_sync_plugin.trainers.base import ShardStream, export_shards, refuse_plain_stream, trainer_device
 
 # Every process of verl's imports this module with verl's registry; the rest is imported by those that sync
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class SyncCheckpointEngine(CheckpointEngine):
         self._first = bool(is_master)
         self._manager: SeparateTrainer | None = None
         if self._trainer:
-            take_over(True)
+            export_shards(True)
 
     @cached_property
     def _membership(self) -> Membership:
@@ -114,7 +114,7 @@ class SyncCheckpointEngine(CheckpointEngine):
             return {}
         say_who_moves(manager.report)
         write_report(manager.report)
-        return sent(manager.report.as_dict())
+        return trainer_metrics(manager.report.as_dict())
 
     def _make_manager(self, weights: ShardStream) -> SeparateTrainer:
         from verl_sync_plugin.sync.endpoint import RolloutEndpoint
@@ -155,7 +155,7 @@ class OutlivingManager(CheckpointEngineManager):
         """Runs one sync, and again without replicas that have died; any other failure is raised."""
         if not self.replicas:
             raise ValueError(
-                f"the separate rollout has no engine. Set {PREFIX}.nnodes and n_gpus_per_node to its GPUs."
+                f"the separate rollout has no engine. Set {ROLLOUT}.nnodes and n_gpus_per_node to its GPUs."
             )
         say_unused("update_weights", more)
         self._drop_dead()

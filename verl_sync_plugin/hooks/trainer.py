@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
-from verl_sync_plugin.config.settings import KEY_PREFIX, PREFIX, SEPARATE_BACKEND, SHARES_GPU, sync_config_of
+from verl_sync_plugin.config.settings import KEY_PREFIX, ROLLOUT, SEPARATE_BACKEND, SHARES_GPU, sync_config_of
 from verl_sync_plugin.errors import HalfWrittenError
-from verl_sync_plugin.hooks.driver import backend_of, is_on, settle
+from verl_sync_plugin.hooks.driver import apply_keys, backend_of, is_on
 from verl_sync_plugin.log import say
 from verl_sync_plugin.report import ACTIVE, expect_metrics, metrics_of, timing_of
 
@@ -31,7 +31,7 @@ class SyncTrainerMixin:
         """verl's step that says which class serves which role. A config that no driver of ours has seen (composed by a
         program of the user's, or by a multirun) is settled here, before anything of it is read."""
         expect_metrics()
-        if line := settle(self.config, resolved=True):
+        if line := apply_keys(self.config, resolved=True):
             say(f"task runner: {line}")
         super()._init_resource_pool_mgr(**more)  # type: ignore[misc]
         rollout = self.config.actor_rollout_ref.rollout
@@ -41,7 +41,7 @@ class SyncTrainerMixin:
         reward = self.config.reward.reward_model
         if reward.enable and not reward.enable_resource_pool:
             # Its engine shares the devices and wakes while the actor's sleeps: a cache kept then may take its room
-            OmegaConf.update(self.config, f"{PREFIX}.custom.{SHARES_GPU}", True, force_add=True)
+            OmegaConf.update(self.config, f"{ROLLOUT}.custom.{SHARES_GPU}", True, force_add=True)
 
     def _setup(self: Any, **more: Any) -> None:
         """verl's step that starts the rollouts."""

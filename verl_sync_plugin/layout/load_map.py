@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Maps the tensors of a sync to one engine rank's memory: one table, and everything that follows from it. No torch.
 
-The engine rank finds it out once (``engine/introduce.py``). All is counted in elements, so it holds for whatever dtype
-travels. Tensors are numbered in the order of their names.
+The engine rank finds it out once (``engine/introduce.py``). Moves are counted in elements, so they hold for whatever
+dtype travels. Tensors are numbered in the order of their names.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Storage(msgspec.Struct, frozen=True, array_like=True):
     tensors: tuple[StateTensor, ...]
 
 
-class Left(msgspec.Struct, frozen=True, array_like=True):
+class NotCopied(msgspec.Struct, frozen=True, array_like=True):
     """A tensor with which the model's own load does more than copy it.
 
     Attributes:
@@ -156,13 +156,13 @@ class LoadMap(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """Attributes:
     model: engine and class, such as "SGLang's LlamaForCausalLM".
     storages: the storages of the model.
-    moves: what a load copies. Of tensors in ``left`` too, where it was found in the model as the trainer has it.
+    moves: what a load copies. Of tensors in ``not_copied`` too, where it was found in the model as the trainer has it.
     constants: what a sync writes in addition.
-    own: why a sync leaves all tensors to the model's own load; empty where it copies them.
-    left: the tensors that are no mere copies.
-    theirs: what the own load writes: storage, and spans of bytes.
+    own_load: why a sync leaves all tensors to the model's own load; empty where it copies them.
+    not_copied: the tensors that are no mere copies.
+    own_writes: what the own load writes: storage, and spans of bytes.
     skipped: tensors that the model rightly leaves alone, and why.
-    not_held: tensors of which it is not known where they lie after a load, and why.
+    unplaced: tensors of which it is not known where they lie after a load, and why.
     derives: the model computes something from parameters after a load.
     fp8: tensors that the model keeps in fp8 and was sent in another dtype, with rows and columns of a block. The map
         then says nothing else: they have to be sent quantized.
@@ -172,17 +172,17 @@ class LoadMap(msgspec.Struct, frozen=True, array_like=True, dict=True):
     storages: tuple[Storage, ...] = ()
     moves: tuple[Move, ...] = ()
     constants: tuple[Constant, ...] = ()
-    own: str = ""
-    left: tuple[Left, ...] = ()
-    theirs: tuple[tuple[int, Pairs], ...] = ()
+    own_load: str = ""
+    not_copied: tuple[NotCopied, ...] = ()
+    own_writes: tuple[tuple[int, Pairs], ...] = ()
     skipped: tuple[tuple[int, str], ...] = ()
-    not_held: tuple[tuple[int, str], ...] = ()
+    unplaced: tuple[tuple[int, str], ...] = ()
     derives: bool = False
     fp8: tuple[tuple[int, int, int], ...] = ()
 
     @cached_property
-    def left_numbers(self) -> frozenset[int]:
-        return frozenset(left.tensor for left in self.left)
+    def not_copied_numbers(self) -> frozenset[int]:
+        return frozenset(each.tensor for each in self.not_copied)
 
     @cached_property
     def digest(self) -> str:
@@ -288,7 +288,7 @@ def unused(
     for found in maps:
         for move in found.moves:
             takes.setdefault(owners[move.tensor], set()).add(move.box.taken())
-        for left in found.left:
+        for left in found.not_copied:
             takes.setdefault(owners[left.tensor], set()).add(left.takes)
     skipped = {number for found in maps for number, _ in found.skipped}
     known: dict[object, tuple[int, int]] = {}  # a model of thousands of tensors has a few kinds of them
@@ -313,7 +313,7 @@ def unwritten(found: LoadMap) -> list[tuple[StateTensor, int, int]]:
         written[move.storage].append(box_spans(move.box, False, size_of(move.dtype)))
     for constant in found.constants:
         written[constant.storage].append(np.array(constant.spans))
-    for number, spans in found.theirs:
+    for number, spans in found.own_writes:
         written[number].append(np.array(spans))
     missing = []
     for storage, parts in zip(found.storages, written, strict=True):
@@ -332,7 +332,7 @@ def wire_dtypes(names: Sequence[str], maps: Iterable[LoadMap]) -> dict[str, str]
     found: dict[int, str] = {}
     for each in maps:
         needed = [(move.tensor, move.dtype) for move in each.moves]
-        needed += [(left.tensor, left.dtype) for left in each.left]
+        needed += [(left.tensor, left.dtype) for left in each.not_copied]
         for number, dtype in dict.fromkeys(needed):
             before = found.setdefault(number, dtype)
             if before and (not dtype or size_of(dtype) > size_of(before)):
@@ -361,14 +361,16 @@ HashedPart = tuple[int, Box | None]  # of which tensor, and which elements; ``No
 def read_parts(found: LoadMap, owners: Mapping[int, int]) -> list[HashedPart]:
     """Lists what an engine rank hashes of what it reads, in the order of its sums: every move, and every tensor that is
     no mere copy."""
-    parts: list[HashedPart] = [(owners[m.tensor], m.box) for m in found.moves if m.tensor not in found.left_numbers]
-    return parts + [(number, None) for number in sorted({owners[number] for number in found.left_numbers})]
+    parts: list[HashedPart] = [
+        (owners[m.tensor], m.box) for m in found.moves if m.tensor not in found.not_copied_numbers
+    ]
+    return parts + [(number, None) for number in sorted({owners[number] for number in found.not_copied_numbers})]
 
 
 def held_parts(found: LoadMap, dtypes: Sequence[str], owners: Mapping[int, int]) -> list[tuple[int, Move]]:
     """Lists what an engine rank hashes in its parameters after a sync, in the order of its sums: tensors and moves.
     ``dtypes`` are those in which the tensors travel, by number."""
-    unfit = {number for number, _ in found.not_held}
+    unfit = {number for number, _ in found.unplaced}
     unfit.update(move.tensor for move in found.moves if size_of(move.dtype) < size_of(dtypes[move.tensor]))
     return [(owners[m.tensor], m) for m in found.moves if m.tensor not in unfit]
 

@@ -126,7 +126,7 @@ class Bucket:
 @dataclass(frozen=True)
 class Plan:
     """All buckets of one sync, the same on every rank, in the order in which they travel; ``digest`` names the plan. If
-    ``sharded``, segments stay with their ranks, else every bucket is broadcast to every rank."""
+    ``sharded``, segments stay with their ranks, else every rank gets whole buckets."""
 
     bases: tuple[Base, ...]
     buckets: tuple[Bucket, ...]
@@ -158,7 +158,7 @@ def align(nbytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Member:
+class ParameterName:
     """One name of the parameter that a base holds, before verl's rewriting into HF tensors: ``shape`` of the whole
     parameter, ``strides`` in elements (``None``: its elements lie in the order of their indices)."""
 
@@ -197,7 +197,7 @@ class Shard:
     base: Base
     local: Callable[[], torch.Tensor]
     merge: Callable[[torch.Tensor, int], torch.Tensor] | None = None
-    members: tuple[Member, ...] = ()
+    members: tuple[ParameterName, ...] = ()
     run: torch.Tensor | None = None
     fill: Fill | None = None
 

@@ -17,17 +17,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from verl_sync_plugin.config.settings import lora_rank_of
+from verl_sync_plugin.config.settings import MODEL, lora_rank_of
 
 if TYPE_CHECKING:
     from verl_sync_plugin.rollouts import Rollout
 
-PREFIX = "actor_rollout_ref.model"
-REMEDY = f"Merge the adapter into the checkpoint of {PREFIX}.path"
-LEAVE_OUT = f"Leave it out of the adapter (see {PREFIX}.exclude_modules)"
+REMEDY = f"Merge the adapter into the checkpoint of {MODEL}.path"
+LEAVE_OUT = f"Leave it out of the adapter (see {MODEL}.exclude_modules)"
 TIED = (
     "tied: merged they differ, and the engine has one weight for both. Leave them out of the adapter (see "
-    f"{PREFIX}.exclude_modules). Stock verl would serve wrong weights of them, without an error"
+    f"{MODEL}.exclude_modules). Stock verl would serve wrong weights of them, without an error"
 )
 _FSDP1 = "actor_rollout_ref.actor.strategy=fsdp and actor_rollout_ref.actor.fsdp_config.use_orig_params=True"
 FLAT_LORA_TRAINERS = ("fsdp", "fsdp2")  # verl's strategies that read the flat LoRA keys only
@@ -52,7 +51,7 @@ def unify(model: Mapping[str, Any], stock: Mapping[str, Any], engine: Rollout) -
             return None if outer == stock.get(flat) else outer
         if outer not in (stock.get(flat), inner):
             raise ValueError(
-                f"{PREFIX}.lora.{key}={inner!r} and {PREFIX}.{flat}={outer!r} are both given and differ. "
+                f"{MODEL}.lora.{key}={inner!r} and {MODEL}.{flat}={outer!r} are both given and differ. "
                 "Remove one of them, or give both the same value."
             )
         return inner
@@ -60,12 +59,12 @@ def unify(model: Mapping[str, Any], stock: Mapping[str, Any], engine: Rollout) -
     rank, path = given("rank", "lora_rank"), given("adapter_path", "lora_adapter_path")
     if not rank:
         if path is not None:
-            raise ValueError(f"{PREFIX}.lora_adapter_path={path!r}: no LoRA rank. Set {PREFIX}.lora_rank to its own.")
+            raise ValueError(f"{MODEL}.lora_adapter_path={path!r}: no LoRA rank. Set {MODEL}.lora_rank to its own.")
         return {}
     for key, value in block.items():
         if key not in _TAKEN and value != stock_block.get(key):
             taken = ", ".join(_TAKEN[:-1])
-            raise ValueError(f"{PREFIX}.lora.{key}={value!r}: an FSDP trainer takes only {taken}. Remove it.")
+            raise ValueError(f"{MODEL}.lora.{key}={value!r}: an FSDP trainer takes only {taken}. Remove it.")
     alpha = given("alpha", "lora_alpha")
     if alpha is None:
         alpha = stock_block["alpha"] if block.get("rank") else stock["lora_alpha"]
@@ -77,13 +76,13 @@ def unify(model: Mapping[str, Any], stock: Mapping[str, Any], engine: Rollout) -
     for name in targets if isinstance(targets, list) else []:
         if name.rpartition(".")[2].startswith("linear_"):
             raise ValueError(
-                f"{PREFIX}.lora.target_modules={targets!r}: {name!r} is Megatron's name, and the FSDP trainer has "
+                f"{MODEL}.lora.target_modules={targets!r}: {name!r} is Megatron's name, and the FSDP trainer has "
                 "Hugging Face modules. Use for example all-linear or [q_proj,k_proj,v_proj,o_proj]."
             )
     if not block.get("merge"):
         # An adapter that is loaded has modules of its own
         served = _MODULES[2:] if path is not None and isinstance(targets, list) else (_MODULES[0], _MODULES[2])
-        keys = {key: f"{PREFIX}.{'lora.' * (block.get(key) == found[key])}{key}={found[key]!r}" for key in served}
+        keys = {key: f"{MODEL}.{'lora.' * (block.get(key) == found[key])}{key}={found[key]!r}" for key in served}
         engine.refuse_adapter({key: found[key] for key in served}, keys)
     return found
 
@@ -109,9 +108,9 @@ def refuse_lora(model: Any, strategy: str, engine: Rollout) -> None:
 
     plain: Any = OmegaConf.to_container(model, resolve=True)
     path, settings = plain.get("lora_adapter_path"), plain
-    where = f"{PREFIX}.target_modules={plain['target_modules']!r}"
+    where = f"{MODEL}.target_modules={plain['target_modules']!r}"
     if path is not None:
-        where = f"{PREFIX}.lora_adapter_path={path!r}"
+        where = f"{MODEL}.lora_adapter_path={path!r}"
         _refuse_absent(where, path, plain["path"])
         try:
             settings = json.loads((Path(path).expanduser() / "adapter_config.json").read_text())
@@ -131,9 +130,9 @@ def refuse_unread_rank(model: Any, strategy: str, cause: str = "custom.sync.enab
     if strategy in FLAT_LORA_TRAINERS and rank and not model.get("lora_rank"):
         alpha = block.get("alpha") or 32
         raise ValueError(
-            f"{PREFIX}.lora.rank={rank} with {cause}: verl's own {strategy} engine does not read it, "
-            f"and would train all parameters. Give LoRA by verl's flat keys: {PREFIX}.lora_rank={rank} "
-            f"{PREFIX}.lora_alpha={alpha}, and {PREFIX}.target_modules; they mean the same with the plugin."
+            f"{MODEL}.lora.rank={rank} with {cause}: verl's own {strategy} engine does not read it, "
+            f"and would train all parameters. Give LoRA by verl's flat keys: {MODEL}.lora_rank={rank} "
+            f"{MODEL}.lora_alpha={alpha}, and {MODEL}.target_modules; they mean the same with the plugin."
         )
 
 
@@ -155,14 +154,14 @@ def _refuse_existing(plain: Mapping[str, Any], where: str, settings: Mapping[str
     engine.refuse_adapter(settings, keys)
     rank, room = settings.get("r") or 0, plain["lora_rank"]
     if rank > room:
-        raise ValueError(f"{PREFIX}.lora_rank={room} with {where}, which has r={rank}. Set {PREFIX}.lora_rank={rank}.")
+        raise ValueError(f"{MODEL}.lora_rank={room} with {where}, which has r={rank}. Set {MODEL}.lora_rank={rank}.")
     named, adapted = plain["target_modules"], settings.get("target_modules") or ()
     if isinstance(named, list) and isinstance(adapted, list):
         own = {name.rpartition(".")[2] for name in named}
         if others := sorted(name for name in adapted if name.rpartition(".")[2] not in own):
             raise ValueError(
-                f"{PREFIX}.target_modules={named!r} with {where}, which adapts {', '.join(others)}, too: the engine "
-                f"makes room for the former. Set {PREFIX}.target_modules=all-linear, and the adapter's own are adapted."
+                f"{MODEL}.target_modules={named!r} with {where}, which adapts {', '.join(others)}, too: the engine "
+                f"makes room for the former. Set {MODEL}.target_modules=all-linear, and the adapter's own are adapted."
             )
 
 
@@ -184,7 +183,7 @@ def _refuse_ends(plain: Mapping[str, Any], where: str, settings: Mapping[str, An
     try:
         adapted = [name for name in ("model.embed_tokens", "lm_head") if check_target_module_exists(modules, name)]
     except re.error as error:
-        named = f"{PREFIX}.target_modules={modules.target_modules!r}"
+        named = f"{MODEL}.target_modules={modules.target_modules!r}"
         raise ValueError(f"{named}: no regular expression ({error})") from error
     if adapted and tied and plain["lora"].get("merge"):
         raise ValueError(f"{where} adapts {adapted[0]}, but embedding and head of {plain['path']} are {TIED}.")

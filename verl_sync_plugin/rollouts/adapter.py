@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from verl.utils.device import get_torch_device
 
 from verl_sync_plugin.config.settings import (
-    PREFIX,
+    ROLLOUT,
     SEPARATE_BACKEND,
     SHARES_GPU,
     section,
@@ -33,13 +33,21 @@ from verl_sync_plugin.log import say, say_unused
 from verl_sync_plugin.report import SyncReport, say_who_moves
 from verl_sync_plugin.rollouts import Rollout
 from verl_sync_plugin.rollouts.gate import KV_CACHE, WEIGHTS
-from verl_sync_plugin.room import FIRST, REST, Room, growth, note_device_memory, read_device, release_cache
+from verl_sync_plugin.room import (
+    KV_RESUME,
+    WEIGHTS_RESUME,
+    Room,
+    growth,
+    note_device_memory,
+    read_device,
+    release_cache,
+)
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 from verl_sync_plugin.sync.endpoint import Call, RolloutEndpoint, call_under_way
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.membership import Membership
 from verl_sync_plugin.sync.separate import SeparateRollout, manager_of
-from verl_sync_plugin.trainers.base import ShardStream, refuse_plain_stream, take_over, trainer_device
+from verl_sync_plugin.trainers.base import ShardStream, export_shards, refuse_plain_stream, trainer_device
 from verl_sync_plugin.transport.agreement import Ranks
 
 
@@ -62,7 +70,7 @@ class SyncAdapter:
         # Only the actor's workers, which train, have a mesh; all others are verl's ``CheckpointEngineWorker``
         synced = device_mesh is not None or backend == SEPARATE_BACKEND
         enabled = synced and sync_config_of(config).enabled
-        take_over(enabled)
+        export_shards(enabled)
         if enabled:
             return super().__new__(cls)
         if synced:
@@ -83,10 +91,10 @@ class SyncAdapter:
         self._sync = sync_config_of(config)
         self._manager: ShardingManager | None = None
         # Without resident weights there is no first stage
-        staged = bool(config.multi_stage_wake_up) or self.serves_adapter
-        self._stages = ([WEIGHTS], [KV_CACHE]) if staged else ([WEIGHTS, KV_CACHE], [])
+        two_stages = bool(config.multi_stage_wake_up) or self.serves_adapter
+        self._stages = ([WEIGHTS], [KV_CACHE]) if two_stages else ([WEIGHTS, KV_CACHE], [])
         self._wake_tags: list[str] = []
-        always = bool(section(config, "custom", f"{PREFIX}.custom").get(SHARES_GPU, False))
+        always = bool(section(config, "custom", f"{ROLLOUT}.custom").get(SHARES_GPU, False))
         self._room = Room(lambda: read_device(trainer_device()), always)
         self._early: Exception | None = None
         self._around = SyncReport()  # what precedes the manager's report of the sync under way
@@ -132,8 +140,8 @@ class SyncAdapter:
 
     async def update_weights(self, weights: Any, global_steps: int | None = None, ends: bool = True, **_: Any) -> None:
         """Moves the trainer's weights into the engine. Collective over all trainer ranks. Raises SyncError where any
-        rank failed; the same text on every rank. ``weights``: the ``ShardStream`` of the plugin's engine; ``ends``: the
-        sync ends here when verl makes no further call, that is without ``free_cache_engine``."""
+        rank failed; the same text on every rank. ``weights``: the ``ShardStream`` of the plugin's engine, or the group
+        of a separate rollout; ``ends``: verl makes no further call for this sync (no ``free_cache_engine``)."""
         if self._separate is not None:
             await self._separate.receive(weights, global_steps)
             return
@@ -164,7 +172,9 @@ class SyncAdapter:
                 if offloaded:
                     get_torch_device().synchronize()
                 staging = self._manager.staging_to_come if self._manager is not None else 0
-                self._around.note_release(self._room.make(FIRST, partial(release_cache, trainer_device()), staging))
+                self._around.note_release(
+                    self._room.make_room(WEIGHTS_RESUME, partial(release_cache, trainer_device()), staging)
+                )
         except Exception as error:
             self._early = error
 
@@ -180,7 +190,7 @@ class SyncAdapter:
         released = None
         with agreement.attempt(), report.stage("after"):
             self._room.note_activations(report.activation_bytes)
-            released = self._room.make(REST, partial(release_cache, trainer_device()))
+            released = self._room.make_room(KV_RESUME, partial(release_cache, trainer_device()))
             report.note_release(released)
         try:
             with report.stage("barrier"):  # a leader must not wake an engine whose other ranks have no room yet
@@ -199,12 +209,12 @@ class SyncAdapter:
         manager = self._manager
         assert manager is not None
         with manager.agreement.attempt():
-            note_device_memory(manager.report, trainer_device(), REST[0])
+            note_device_memory(manager.report, trainer_device(), KV_RESUME[0])
         report = await manager.finish(tags)
         if self._room.learning:
             grown = growth(report.device_used_bytes)
             if not tags:  # what changed then is none of the engine's needs
-                grown.pop(REST, None)
+                grown.pop(KV_RESUME, None)
             self._room.learn(manager.agreement.gather("what the engine resumed", grown))
         if manager.agreement.ranks.rank == 0:
             say_who_moves(report)
@@ -278,7 +288,7 @@ def calls_of(server: Any, after_death: str) -> Call:
     def call(method: str, *arguments: Any) -> Future[Any]:
         answer = call_under_way()
 
-        def settle(done: Future[Any]) -> None:
+        def pass_on(done: Future[Any]) -> None:
             try:
                 answer.set_result(done.result())
             except RayActorError as error:
@@ -289,7 +299,7 @@ def calls_of(server: Any, after_death: str) -> Call:
                 answer.set_exception(error)
 
         reference: ray.ObjectRef = getattr(server, method).remote(*arguments)
-        reference.future().add_done_callback(settle)
+        reference.future().add_done_callback(pass_on)
         return answer
 
     return call

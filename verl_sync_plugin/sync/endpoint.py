@@ -133,14 +133,14 @@ class RolloutEndpoint:
         failed."""
         return self._start("load_weights", request.to_wire(), weight_version)
 
-    def flush_behind_load(self) -> None:
+    def flush_after_load(self) -> None:
         """All engine ranks are in the load. If none of the engine's memory is released then, it flushes its prefix
         cache as soon as it has left the load, for ``finish`` to find that done; returns at once."""
         if self._awake_after_load:
-            self._start("flush_behind_load")
+            self._start("flush_after_load")
 
 
-class MeetingPoint:
+class EngineConnection:
     """This rank's sockets, and the engine's load of the sync under way: ``pending``, on the leader (see
     ``RolloutEndpoint.start_load``). ``sender`` adopts the channel to the engine rank, which may take ``seconds`` to
     come. Constructed by all ranks together."""
@@ -184,21 +184,21 @@ class MeetingPoint:
                 request = LoadRequest(sync_id, addresses, self._seconds)
                 self.pending = self._endpoint.start_load(request, self._version)
 
-    async def meet(self, greet: Callable[[], Ready]) -> Ready:
+    async def connect(self, handshake: Callable[[], Ready]) -> Ready:
         """Waits for the engine rank in rounds, so that one rank's failure ends the wait of all, and greets it on the
         channel that the sender has adopted; collective. Returns the result of ``greet``, an empty one where this rank
         has no engine rank. Raises SyncError where any rank's engine rank did not come, or failed, and
         WayRefusedError where one cannot read other trainer ranks' memory; nothing was loaded then."""
         seconds, name = self._seconds, self._endpoint.name
-        deadline, greeting = time.monotonic() + seconds, Ready()
+        deadline, answer = time.monotonic() + seconds, Ready()
         missing = bool(self._endpoint.ranks)  # the engine rank, where this rank has one
         waiting, again, refused = 1, False, 0
         while waiting:
             with self._agreement.attempt():
                 if missing and not self._agreement.failed and (channel := self._accept()) is not None:
-                    self._sender.adopt(channel)
+                    self._sender.use_channel(channel)
                     missing = False
-                    greeting = greet()
+                    answer = handshake()
                 if (missing or again) and self.pending is not None and self.pending.done():
                     await self._endpoint.answered(self.pending)
                     raise RuntimeError(f"{name} accepted the update but its loader did not connect; see {name}'s log")
@@ -206,16 +206,16 @@ class MeetingPoint:
                     raise TimeoutError(
                         f"the engine did not connect within {KEY_PREFIX}.timeout_seconds={seconds:g}; see {name}'s log"
                     )
-            votes = [int(missing), int(bool(greeting.refusal))]
+            votes = [int(missing), int(bool(answer.refusal))]
             waiting, refused = self._agreement.vote("connecting to the engine", votes).tolist()
             again = True
         if refused:
-            texts = self._agreement.gather("asking why the way is refused", greeting.refusal)
+            texts = self._agreement.gather("asking why the way is refused", answer.refusal)
             raise WayRefusedError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
         with self._agreement.attempt():
             if self._endpoint.leader:
-                self._endpoint.flush_behind_load()
-        return greeting
+                self._endpoint.flush_after_load()
+        return answer
 
     async def give_up(self, why: str) -> None:
         """Ends the sync whatever its state: the engine leaves the load, and generates nothing until one succeeds."""

@@ -42,7 +42,7 @@ class AdapterSender:
         SyncError where any rank failed; the same text on every rank."""
         self._gathered += 1
         with report.stage("plan"):
-            agreement.step("planning the adapter", self._adapter.look)
+            agreement.step("planning the adapter", self._adapter.find_parameters)
         with report.stage("gather"):
             run = f"adapter {agreement.name}.{self._gathered}"
             factors = agreement.run("gathering the adapter", self._gather(run)) or {}

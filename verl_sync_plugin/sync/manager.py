@@ -18,11 +18,12 @@ from verl.utils.ulysses import BaseShardingManager
 
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.load_map import LoadMap
+from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Plan, Shard
 from verl_sync_plugin.log import say
 from verl_sync_plugin.report import SyncReport, progress
 from verl_sync_plugin.room import measured, no_collection, note_device_memory
-from verl_sync_plugin.sync.endpoint import MeetingPoint, RolloutEndpoint
+from verl_sync_plugin.sync.endpoint import EngineConnection, RolloutEndpoint
 from verl_sync_plugin.sync.lora import AdapterSender, Factors, deliver
 from verl_sync_plugin.sync.sender import BucketSender, slot_limit
 from verl_sync_plugin.sync.ways import Sync, Way, WayRefusedError, Ways, ranks_of
@@ -52,7 +53,7 @@ class ShardingManager(BaseShardingManager):
         device: where the trainer computes.
         rollout_dtype: ``rollout.dtype``.
         agreement: in which the ranks settle; made here, by all ranks of the trainer, when not given.
-        own: see ``Ways``.
+        own: where the trainer's ranks settle among themselves, if the rollout's ranks are others.
 
     Attributes:
         report: of the last sync, or the one under way.
@@ -90,7 +91,7 @@ class ShardingManager(BaseShardingManager):
         self.agreement = agreement or Agreement(config.timeout_seconds)
         self._own, self._separate = own or self.agreement, own is not None
         self.sender = BucketSender(device, config.timeout_seconds)
-        self.meeting = MeetingPoint(self.agreement, endpoint, self.sender, config.timeout_seconds)
+        self.connection = EngineConnection(self.agreement, endpoint, self.sender, config.timeout_seconds)
         self.ways = Ways(config, self.agreement, self.sender, own)
         self.comparison = Comparison(config, self.agreement, endpoint.ranks, endpoint.real_weights)
         self.cadence = Cadence(config.verify)
@@ -142,7 +143,7 @@ class ShardingManager(BaseShardingManager):
                     await self.send_adapter(None if global_steps is None else str(global_steps))
         except BaseException as error:
             self.agreement.forget()
-            await self.meeting.give_up(str(error) or repr(error))
+            await self.connection.give_up(str(error) or repr(error))
             raise
         return self.report
 
@@ -175,12 +176,12 @@ class ShardingManager(BaseShardingManager):
                     done = True
                 # Both are known before anything is loaded; the sync runs once more
                 except WayRefusedError as error:
-                    await self.meeting.leave()
+                    await self.connection.leave()
                     self.ways.fall_back(error)
                 except OtherDtypesError:
                     if self.trainer is not None:
                         self.source = None  # opened again, it says other dtypes; first, for a wait can be cancelled
-                    await self.meeting.leave()
+                    await self.connection.leave()
                     self.sender.unstage()  # a reader opens an export once: the next plan has another
                 wake_tags = []  # the engine is awake by now
         with self.agreement.attempt():
@@ -192,11 +193,11 @@ class ShardingManager(BaseShardingManager):
         plan, wake, connect, transfer, commit; ``finish`` comes later, when the trainer has made room.
         """
         stage, early = self.report.stage, self.asks_early and not wake_tags
-        self.meeting.begin(global_steps)
+        self.connection.begin(global_steps)
         try:
             with stage("update_weights"):
                 if early:
-                    self.meeting.ask()
+                    self.connection.ask()
                 with stage("plan"):
                     sync, way = self.plan()
                     self.report.delivery = way.name
@@ -204,17 +205,17 @@ class ShardingManager(BaseShardingManager):
             self.report.staging_bytes = self.sender.staging_bytes
             with stage("update_weights"):
                 if not early:
-                    self.meeting.ask()
+                    self.connection.ask()
                 with stage("connect"):
                     known = self.comparison.map.digest if self.comparison.map is not None else ""
-                    tells = not (self.comparison.knows(sync.plan) or way is self.ways.direct)
-                    greeting = await self.meeting.meet(partial(way.greet, sync, tells, known))
+                    asks_map = not (self.comparison.knows(sync.plan) or way is self.ways.in_place)
+                    answer = await self.connection.connect(partial(way.handshake, sync, asks_map, known))
                     if wake_tags:
                         with self.agreement.attempt():
                             note_device_memory(self.report, self._device, "weights")
-                    way.greeted()
-                    if tells:
-                        self._learn(sync.plan, greeting.map)
+                    way.connected()
+                    if asks_map:
+                        self._learn(sync.plan, answer.map)
                 way.run(sync)  # the transfer
                 with stage("commit"):
                     await self._commit(sync, way)
@@ -233,7 +234,7 @@ class ShardingManager(BaseShardingManager):
         with self.agreement.attempt():
             if self.source is not None and not self.agreement.failed:
                 shards = shards or self.source.shards()
-                self.make_plan(self.source, shards)
+                self.make_plan(shards)
         sync, (new, *votes) = self._vote(shards, self.agreed)
         if new:
             self.agreed = None
@@ -258,11 +259,11 @@ class ShardingManager(BaseShardingManager):
         reach.decide(own, ranks_of(source.group, own.ranks.rank), "ranks that share out the model")
         return shards
 
-    def make_plan(self, source: ParameterSource, shards: list[Shard]) -> None:
+    def make_plan(self, shards: list[Shard]) -> None:
         """Plans all shards of this rank; keeps the plan as long as the trainer's layout stays. Not collective."""
         bases, sharded = tuple(shard.base for shard in shards), bool(self.ways.reach.sharded)
         if self.planned is None or self.planned.bases != bases or self.planned.sharded != sharded:
-            self.planned = source.plan(bases, slot_limit(self._bucket_bytes), sharded)
+            self.planned = plan_buckets(bases, slot_limit(self._bucket_bytes), sharded)
 
     def _agree(self) -> Plan | None:
         """Collective, where any rank's plan is new: returns that of all ranks. Raises SyncError, the same on every
@@ -360,8 +361,8 @@ class ShardingManager(BaseShardingManager):
                 weighed = comparison.weighed(self.sender.sums(sync.plan), committed, sync.verified)
             agreement.settle("weighing what the engine holds")
         with agreement.attempt():
-            if self.meeting.pending is not None:
-                report.stages = {"sleep": await self.endpoint.answered(self.meeting.pending), **report.stages}
+            if self.connection.pending is not None:
+                report.stages = {"sleep": await self.endpoint.answered(self.connection.pending), **report.stages}
         comparison.compare(weighed)
         report.hashed_tensors = len(sync.plan.names)
         report.coverage_expected = comparison.tensor_count
@@ -374,7 +375,7 @@ class ShardingManager(BaseShardingManager):
         """Has the engine rank commit; ``None`` where this rank has none."""
         report = sync.report
         committed = self.sender.commit(not sync.keeps_staging) if self.endpoint.ranks else None
-        self.ways.direct.note(committed, sync.plan)
+        self.ways.in_place.note(committed, sync.plan)
         if committed is not None:
             report.replayed_tensors, report.activation_bytes = committed.replayed_tensors, committed.activation_bytes
             if committed.held is not None:

@@ -52,7 +52,7 @@ class BucketSender:
 
     Give ``plan_buckets`` the size ``slot_limit`` of what the user sets, and all slots stay within two of those.
 
-    Peak device memory: the staging memory; with host-resident parameters also one shard on its way to the device.
+    Peak device memory: the staging memory; with host-resident parameters also a chunk of one on its way to the device.
 
     Args:
         device: where the trainer computes.
@@ -181,12 +181,12 @@ class BucketSender:
 
     # ---- words with the engine rank
 
-    def adopt(self, channel: Channel) -> None:
+    def use_channel(self, channel: Channel) -> None:
         """Takes over a fresh channel, so that ``hang_up`` ends it whatever happens next."""
         self.hang_up()
         self._channel = channel
 
-    def greet(self, hello: Hello, plan: Plan, lives: tuple[Live, ...] = ()) -> Ready:
+    def handshake(self, hello: Hello, plan: Plan, lives: tuple[Live, ...] = ()) -> Ready:
         """Opens a sync on the adopted channel with the first word, of which the engine rank may lack ``plan`` or
         ``lives``. Returns its answer; with ``refusal`` the sync is over. Raises ChannelClosedError or
         ChannelTimeoutError where it is gone or silent, EngineFailedError where it refused."""
@@ -195,7 +195,7 @@ class BucketSender:
         ready = self._expect(Ready)
         if ready.needs_details:
             channel.send(replace(hello, lives=lives) if hello.live else replace(hello, manifest=Manifest.of(plan)))
-        if not ready.refusal and (hello.tells or (hello.live and ready.needs_details)):
+        if not ready.refusal and (hello.asks_map or (hello.live and ready.needs_details)):
             ready = self._expect(Ready)
         return ready
 
@@ -221,7 +221,7 @@ class BucketSender:
         self._channel = None
 
     def _open_channel(self) -> Channel:
-        assert self._channel is not None, "adopt() comes first"
+        assert self._channel is not None, "use_channel() comes first"
         return self._channel
 
     def _expect(self, kind: type[T]) -> T:

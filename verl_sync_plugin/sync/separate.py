@@ -90,7 +90,7 @@ class SeparateManager(ShardingManager):
     def close(self) -> None:
         """Gives everything back; the group is somebody else's."""
         self.sender.close()
-        self.meeting.close()
+        self.connection.close()
 
 
 class SeparateTrainer(SeparateManager):
@@ -106,7 +106,7 @@ class SeparateTrainer(SeparateManager):
         self.backend = backend
         super().__init__(*more)
 
-    def take_over(self, before: SeparateTrainer) -> None:
+    def inherit(self, before: SeparateTrainer) -> None:
         """Goes on with what the manager of the group before has opened of the trainer."""
         self.source, self.trainer, self._adapter_sender = before.source, before.trainer, before._adapter_sender
 
@@ -130,11 +130,11 @@ class SeparateRollout(SeparateManager):
         super().__init__(ranks, ALONE, None, endpoint, config, 0, device)
         self.source = _NoTrainer()
 
-    def take_over(self, before: SeparateRollout) -> None:
+    def inherit(self, before: SeparateRollout) -> None:
         """Goes on with what the engine got in the group before."""
         self._base_sent = before._base_sent
 
-    def make_plan(self, source: ParameterSource, shards: list[Shard]) -> None:
+    def make_plan(self, shards: list[Shard]) -> None:
         """The trainer's ranks do."""
 
 
@@ -146,5 +146,5 @@ def manager_of(ranks: JointRanks, before: M | None, make: Callable[[], M]) -> M:
         before.close()
     manager = make()
     if before is not None:
-        manager.take_over(before)
+        manager.inherit(before)
     return manager

@@ -7,7 +7,7 @@ staged      every rank packs its segment of a bucket into a slot of its staging 
             each segment from the rank that packed it into the slots of all ranks (``broadcast``), which crosses
             every host boundary once
 
-The first sync is staged, for the model's own load needs whole tensors. While one bucket is loaded, the next ones are
+The first sync is staged: an engine rank says at its end whether it can read in place. While one bucket is loaded, the next ones are
 moved and packed. All ranks settle once per bucket: then it is packed everywhere, and the slot of the bucket before the
 last has been read everywhere. A rank whose slots only its engine rank reads packs two buckets ahead instead of one.
 """
@@ -33,7 +33,7 @@ from verl_sync_plugin.sync.sender import SLOTS, BucketSender
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.joint import JointRanks
-from verl_sync_plugin.transport.memory import Live, LiveParameters, NotDirectError, StagingExport
+from verl_sync_plugin.transport.memory import Live, LiveParameters, NotInPlaceError, StagingExport
 from verl_sync_plugin.transport.protocol import ALL, Committed, Hello, Ready
 
 AHEAD = SLOTS - 1  # buckets between the one handed over and the last one that every engine rank has surely read
@@ -114,17 +114,17 @@ class Way(ABC):
     def fill(self, sync: Sync) -> None:  # noqa: B027  (there is nothing to do in place)
         """Collective: starts to bring the first bytes into place; the engine may still be asleep."""
 
-    def greet(self, sync: Sync, tells: bool, known: str) -> Ready:
+    def handshake(self, sync: Sync, asks_map: bool, known: str) -> Ready:
         """Opens the sync with this rank's engine rank, whose channel the sender has adopted; not collective. It
         ``tells``, the same on all ranks, what its model does with the tensors, before anything is loaded; ``known``
         names the ``LoadMap`` that is known of it. Raises RuntimeError or OSError where it is gone, silent or fails."""
         hello = Hello(
             sync.plan.digest, self._stagings, place_of(self._me, self._sources), self._me in self._sources,
-            tuple(live.key for live in self._lives), tells, sync.verified, known,
+            tuple(live.key for live in self._lives), asks_map, sync.verified, known,
         )  # fmt: skip
-        return self._sender.greet(hello, sync.plan, self._lives)
+        return self._sender.handshake(hello, sync.plan, self._lives)
 
-    def greeted(self) -> None:  # noqa: B027  (there is nothing to do in place)
+    def connected(self) -> None:  # noqa: B027  (there is nothing to do in place)
         """All ranks have greeted their engine ranks, which can read what they are to read."""
 
     @abstractmethod
@@ -178,7 +178,7 @@ class Way(ABC):
             )
 
 
-class Direct(Way):
+class InPlace(Way):
     """Engine ranks read parameters where they lie, all at once: one launch of the copy kernel each.
 
     Only where an engine rank has said that its load map covers everything, every trainer rank can tell where its
@@ -190,29 +190,29 @@ class Direct(Way):
         known: the key under which the engine ranks know where this rank's parameters lie; empty at first.
     """
 
-    name = "direct"
+    name = "in place"
     ruled_out = known = ""
-    _unready = "the engine has not yet said that it can"  # why the engine rank cannot
-    _ready = ""  # the plan of which the engine rank said that it can
+    _engine_obstacle = "the engine has not yet said that it can"  # why the engine rank cannot
+    _readable_plan = ""  # the plan of which the engine rank said that it can
     _said = ""
     _parameters: LiveParameters | None = None
     _live: Live | None = None
 
-    def look(self, sync: Sync) -> str:
+    def obstacle(self, sync: Sync) -> str:
         """Looks where the parameters are; returns why this rank has to stage them, or nothing. Not collective."""
-        if self.ruled_out or self._ready != sync.plan.digest:
-            return self.ruled_out or self._unready
+        if self.ruled_out or self._readable_plan != sync.plan.digest:
+            return self.ruled_out or self._engine_obstacle
         if not self._packs:
             return ""
         try:
             if (self._separate or len(sync.senders) > 1) and not sync.plan.sharded:
-                raise NotDirectError(self._reach.why)
-            if not sync.source.direct:
-                raise NotDirectError("weights are made on the way")
+                raise NotInPlaceError(self._reach.why)
+            if not sync.source.readable_in_place:
+                raise NotInPlaceError("weights are made on the way")
             if self._parameters is None or self._parameters.plan is not sync.plan:
                 self._parameters = LiveParameters(self._sender.device, sync.plan, sync.rank)
-            self._live = self._parameters.look(sync.shards)
-        except NotDirectError as error:
+            self._live = self._parameters.locate(sync.shards)
+        except NotInPlaceError as error:
             self._say(str(error))
             return str(error)
         return ""
@@ -260,7 +260,10 @@ class Direct(Way):
         """Takes in whether the engine rank could read the next sync in place; where this rank has none,
         only others have something to say against it."""
         obstacle = committed.obstacle if committed is not None else ""
-        self._ready, self._unready = "" if obstacle else plan.digest, obstacle or Direct._unready
+        self._readable_plan, self._engine_obstacle = (
+            "" if obstacle else plan.digest,
+            obstacle or InPlace._engine_obstacle,
+        )
         if obstacle and not self.ruled_out:
             self._say(obstacle)
 
@@ -271,7 +274,7 @@ class Direct(Way):
 
     def fall_back(self, error: WayRefusedError) -> None:
         """Until the engine ranks say again that they can, parameters are staged."""
-        self._ready = ""
+        self._readable_plan = ""
         say(f"an engine rank cannot read parameters where they lie ({error}); they are staged instead")
 
 
@@ -287,7 +290,7 @@ class Staged(Way):
     _moves = False
     _unopened = False  # the engine ranks have not opened these yet
 
-    def unready(self, sync: Sync) -> bool:
+    def needs_staging(self, sync: Sync) -> bool:
         """True if ``stage`` has to come first."""
         known = self._plan is not None and self._plan.digest == sync.plan.digest
         return not known or (self._holds(sync.plan) and not self._sender.staged)
@@ -342,7 +345,7 @@ class Staged(Way):
         with self._agreement.attempt(), sync.report.stage("pack"):
             self._sender.pack(index, index % SLOTS, sync.shards)
 
-    def greeted(self) -> None:
+    def connected(self) -> None:
         if self._unopened:
             self._sender.opened()
             self._unopened = False
@@ -441,28 +444,31 @@ class Ways:
     ) -> None:
         self._agreement, self.reach = agreement, Reach()
         shared = agreement, sender, own or agreement, self.reach
-        self.direct, self.staged = Direct(*shared), Staged(*shared)
+        self.in_place, self.staged = InPlace(*shared), Staged(*shared)
         if config.delivery == "staged":
-            self.direct.ruled_out = f"{KEY_PREFIX}.delivery=staged"
+            self.in_place.ruled_out = f"{KEY_PREFIX}.delivery=staged"
         self._why = self._said = ""  # why this rank has to stage, and the way that was said last
         self._chosen: Way = self.staged
 
     def votes(self, sync: Sync) -> list[int]:
         """Returns this rank's votes on the ways, to be added up over all ranks for ``take``. Not collective."""
-        self._why = self.direct.look(sync)
-        return [int(each) for each in (bool(self._why), not self._why and self.direct.moved, self.staged.unready(sync))]
+        self._why = self.in_place.obstacle(sync)
+        return [
+            int(each)
+            for each in (bool(self._why), not self._why and self.in_place.moved, self.staged.needs_staging(sync))
+        ]
 
     def take(self, sync: Sync, votes: Sequence[int]) -> Way:
         """Collective: the way of this sync, ready to ``fill``; ``votes`` are those of all ranks, added up."""
-        impossible, moved, unready = map(bool, votes)
+        impossible, moved, needs_staging = map(bool, votes)
         if impossible:
-            if unready:
+            if needs_staging:
                 self.staged.stage(sync)
         elif moved:
-            self.direct.tell(sync)
-        self._chosen = self.staged if impossible else self.direct
+            self.in_place.tell(sync)
+        self._chosen = self.staged if impossible else self.in_place
         if self._chosen.name != self._said and self._agreement.ranks.rank == 0:
-            why = [] if not impossible else [f"not direct: {self._why or 'another rank cannot, and says why'}"]
+            why = [] if not impossible else [f"not in place: {self._why or 'another rank cannot, and says why'}"]
             if self._chosen.name == "broadcast":
                 why.append(f"not staged alone: {self.reach.why}")
             say(f"delivery is {self._chosen.name}" + (f" ({'; '.join(why)})" if why else ""))

@@ -19,8 +19,7 @@ from verl.utils.device import get_device_name
 
 from verl_sync_plugin.config.settings import TRAINERS, TURN_OFF, SyncConfig
 from verl_sync_plugin.errors import RegistryConflictError
-from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.tensors import Base, Plan, Shard
+from verl_sync_plugin.layout.tensors import Shard
 from verl_sync_plugin.layout.tensors import dtype_name as dtype_name
 from verl_sync_plugin.lora.peft import is_adapter
 from verl_sync_plugin.transport.agreement import Agreement
@@ -48,7 +47,7 @@ class ParameterSource(ABC):
         return type(self).prepare is not ParameterSource.prepare
 
     @property
-    def direct(self) -> bool:
+    def readable_in_place(self) -> bool:
         """True if shards may be read where they lie, after ``prepare``."""
         return not self.prepares
 
@@ -60,10 +59,6 @@ class ParameterSource(ABC):
     @abstractmethod
     def shards(self) -> list[Shard]:
         """All bases in model order, the same on every rank. Raises ValueError for a parameter of an unknown layout."""
-
-    def plan(self, bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False) -> Plan:
-        """Cuts the bases into buckets; the same on every rank of the group."""
-        return plan_buckets(bases, bucket_bytes, sharded)
 
     def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
         """Collective over ``group``, where ``prepares``: makes what the shards of one bucket's ``bases`` need from
@@ -84,7 +79,7 @@ class ServedAdapter(ABC):
     settings: Mapping[str, Any]
 
     @abstractmethod
-    def look(self) -> None:
+    def find_parameters(self) -> None:
         """Finds the adapter's parameters, once per sync; no collective. Raises ValueError, with the remedy, where they
         cannot be served."""
 
@@ -197,13 +192,13 @@ VENDORS = ["nvidia", "amd"]
 
 # verl builds engine and rollout adapter in one worker process but gives the rollout config only to the adapter, which
 # therefore says here what it was configured to do
-_taken_over = False
+_exports_shards = False
 
 
-def take_over(enabled: bool) -> None:
+def export_shards(enabled: bool) -> None:
     """Sets whether the plugin's rollout adapter takes this process's weight stream."""
-    global _taken_over
-    _taken_over = enabled
+    global _exports_shards
+    _exports_shards = enabled
 
 
 class ShardStream:
@@ -229,7 +224,7 @@ class ShardExport:
         """verl's contract: ``(weight stream, adapter config or None)``. Moves nothing when the plugin is on: offloaded
         parameters stay in host memory and are read there."""
         stock: Any = super().get_per_tensor_param  # type: ignore[misc]
-        if not _taken_over:
+        if not _exports_shards:
             return stock(*args, **kwargs)
         return ShardStream(self, lambda: stock(*args, **kwargs)[0]), None
 

@@ -142,8 +142,8 @@ class QuantizingSource(ParameterSource):
         self._launches: dict[bool, tuple[object, _Tables, list[int]]] = {}  # of ``_found``; True: they measure
 
     @property
-    def direct(self) -> bool:
-        return self._kernel and self._dtype == torch.bfloat16 and self._inner.direct
+    def readable_in_place(self) -> bool:
+        return self._kernel and self._dtype == torch.bfloat16 and self._inner.readable_in_place
 
     def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
         self._inner = self._inner.agree_on_layout(agreement)

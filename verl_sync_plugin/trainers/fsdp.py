@@ -88,7 +88,7 @@ class PEFTAdapter(ServedAdapter):
         self._source = source
         self.settings = config.to_dict()
 
-    def look(self) -> None:
+    def find_parameters(self) -> None:
         self._source.shards()
 
     def gather(self, run: str) -> Generator[None, None, dict[str, torch.Tensor]]:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._runtime_utils import _lazy_init
 
 from verl_sync_plugin.layout.load_map import own_box
-from verl_sync_plugin.layout.tensors import Base, Member, Shard, clean_name
+from verl_sync_plugin.layout.tensors import Base, ParameterName, Shard, clean_name
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.naming import Naming
 
@@ -32,7 +32,7 @@ class FSDP1Source(ParameterSource):
         self._root = root
         self._naming = naming
         # The bases of each flat parameter, and where in it they begin; those of buffers by themselves
-        self._known: dict[tuple[object, ...], list[tuple[Base, tuple[Member, ...], int]]] = {}
+        self._known: dict[tuple[object, ...], list[tuple[Base, tuple[ParameterName, ...], int]]] = {}
 
     def shards(self) -> list[Shard]:
         # Before the first forward FSDP1 has not laid out its local shards yet
@@ -62,13 +62,15 @@ class FSDP1Source(ParameterSource):
             run = own.narrow(0, max(start - edges[rank], 0) if count else 0, count)
             yield Shard(base, partial(run.reshape, -1), members=members, run=run)
 
-    def _cut(self, flat: Any, start: int, held: list[Member], edges: list[int]) -> tuple[Base, tuple[Member, ...], int]:
+    def _cut(
+        self, flat: Any, start: int, held: list[ParameterName], edges: list[int]
+    ) -> tuple[Base, tuple[ParameterName, ...], int]:
         """One parameter of a flat one, under all its names, as a base: of each rank's run what is in it."""
         end = start + prod(held[0].shape)
         lengths = tuple(max(min(high, end) - max(low, start), 0) for low, high in pairwise(edges))
         return self._naming.base_of(held[0].name, held, flat.dtype, lengths), tuple(held), start
 
-    def _find_members(self, unit: str, flat: Any) -> list[tuple[int, list[Member]]]:
+    def _find_members(self, unit: str, flat: Any) -> list[tuple[int, list[ParameterName]]]:
         """Every parameter in a flat parameter and where it begins; shared ones under all their names."""
         offsets = accumulate(flat._numels_with_padding, initial=0)
         starts = [at for at, padding in zip(offsets, flat._is_padding_mask, strict=False) if not padding]
@@ -79,15 +81,15 @@ class FSDP1Source(ParameterSource):
         for shared in flat._shared_param_infos:
             owner = _join(unit, clean_name(_join(shared.prim_module_name, shared.prim_param_name)))
             places[_join(unit, clean_name(_join(shared.module_name, shared.param_name)))] = places[owner]
-        found: dict[tuple[Any, ...], list[Member]] = defaultdict(list)
+        found: dict[tuple[Any, ...], list[ParameterName]] = defaultdict(list)
         for name, place in self._naming.rename(places).items():
-            found[place].append(Member(name, *place[1:]))
+            found[place].append(ParameterName(name, *place[1:]))
         return [(place[0], held) for place, held in found.items()]
 
     def _buffer(self, name: str, buffer: torch.Tensor) -> Shard:
         key = (name, tuple(buffer.shape), buffer.dtype)
         if key not in self._known:
-            held = Member(name, tuple(buffer.shape))
+            held = ParameterName(name, tuple(buffer.shape))
             base = self._naming.base_of(name, [held], buffer.dtype, (buffer.numel(),), parameter=False)
             self._known[key] = [(base, (), 0)]
         run = buffer if buffer.is_contiguous() else None

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from verl_sync_plugin.config.settings import TURN_OFF
-from verl_sync_plugin.layout.tensors import Base, Member, Shard
+from verl_sync_plugin.layout.tensors import Base, ParameterName, Shard
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.naming import Naming, Rename
 
@@ -29,7 +29,7 @@ class _Known:
     layout: object
     names: list[str]
     base: Base
-    members: tuple[Member, ...]
+    members: tuple[ParameterName, ...]
 
 
 class StateDictSource(ParameterSource):
@@ -58,7 +58,7 @@ class StateDictSource(ParameterSource):
 
     def _learn(self, names: list[str], tensor: torch.Tensor, layout: object) -> _Known:
         lengths = self._lengths(names[0], tensor) if isinstance(tensor, DTensor) else (tensor.numel(),)
-        held = [Member(name, tuple(tensor.shape)) for name in names]
+        held = [ParameterName(name, tuple(tensor.shape)) for name in names]
         members = tuple(each for each in held if self._parameters is None or each.name in self._parameters)
         base = self._naming.base_of(names[0], held, tensor.dtype, lengths, bool(members))
         return _Known(layout, names, base, members)

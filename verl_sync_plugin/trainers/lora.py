@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import TURN_OFF
-from verl_sync_plugin.layout.tensors import Base, Member, Shard
+from verl_sync_plugin.layout.tensors import Base, ParameterName, Shard
 from verl_sync_plugin.lora.merge import Scratch, Target, steps_of, targets_of
 from verl_sync_plugin.lora.peft import Adapters, Weight, is_adapter, refuse_incomplete
 from verl_sync_plugin.lora.settings import TIED
@@ -247,7 +247,7 @@ class MergingSource(Merging):
             self._checked = True
         return [shard for shard, _ in self.exported]
 
-    def _targets(self, members: Sequence[Member]) -> Iterator[Target]:
+    def _targets(self, members: Sequence[ParameterName]) -> Iterator[Target]:
         for member in members:
             if (weight := self._weights.get(member.name)) is None:
                 continue

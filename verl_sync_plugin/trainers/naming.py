@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from verl_sync_plugin.layout.tensors import Base, Member, View
+from verl_sync_plugin.layout.tensors import Base, ParameterName, View
 from verl_sync_plugin.lora.peft import is_adapter
 from verl_sync_plugin.trainers.base import WirePolicy, dtype_name
 
@@ -52,7 +52,12 @@ class Naming:
         return frozenset(self.rename(dict(module.named_parameters(remove_duplicate=False))))
 
     def base_of(
-        self, key: str, held: Sequence[Member], dtype: torch.dtype, lengths: tuple[int, ...], parameter: bool = True
+        self,
+        key: str,
+        held: Sequence[ParameterName],
+        dtype: torch.dtype,
+        lengths: tuple[int, ...],
+        parameter: bool = True,
     ) -> Base:
         """The base of one tensor, which is ``held`` under each of its names. A ``parameter`` travels in the wire dtype,
         else it travels as it is."""
@@ -74,7 +79,7 @@ class _Uncopied(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def hf_views(held: Member, dtype: torch.dtype, rewrite: Rewrite) -> list[View]:
+def hf_views(held: ParameterName, dtype: torch.dtype, rewrite: Rewrite) -> list[View]:
     """The HF tensors that ``rewrite`` makes of one trainer tensor. Raises ValueError where it computes new data instead
     of viewing the old."""
     whole = torch.empty(held.shape, dtype=dtype, device="meta")

@@ -328,7 +328,7 @@ class SharedFileExporter:
         return Region("shared_file", name, storage.nbytes(), (name,))
 
 
-class NotDirectError(RuntimeError):
+class NotInPlaceError(RuntimeError):
     """A parameter cannot be read where it lies; the text says which and why."""
 
 
@@ -355,16 +355,16 @@ class LiveParameters:
         self._allocations: tuple[int, ...] = ()
         self._live: Live | None = None
 
-    def look(self, shards: Sequence[Shard]) -> Live:
-        """Looks where all parameters of the plan are now. Raises NotDirectError where one is merged, on the host, of a
+    def locate(self, shards: Sequence[Shard]) -> Live:
+        """Looks where all parameters of the plan are now. Raises NotInPlaceError where one is merged, on the host, of a
         dtype that has to be cast otherwise than from fp32 to bf16, or in memory that cannot be shared."""
-        moved = self.found.look(shards)
+        moved = self.found.locate(shards)
         if not moved and self._live is not None and self._same():
             return self._live
         self._live = None
         for base, kind in self.found.kinds.items():
             if kind == BY_TORCH:
-                raise NotDirectError(f"{shards[base].base.key!r} {_why(shards[base], self._device)}")
+                raise NotInPlaceError(f"{shards[base].base.key!r} {_why(shards[base], self._device)}")
         self._live = self._tell(shards)
         return self._live
 
@@ -382,13 +382,13 @@ class LiveParameters:
             try:
                 places[base] = self._exporter.find(run)
             except RuntimeError as error:
-                raise NotDirectError(f"{shards[base].base.key!r}: {error}") from error
+                raise NotInPlaceError(f"{shards[base].base.key!r}: {error}") from error
         self._allocations = tuple(dict.fromkeys(allocation for allocation, _ in places.values()))
         try:
             regions: list[Region] = [self._exporter.export(allocation) for allocation in self._allocations]
             self._identities = self._exporter.identities(self._allocations)
         except RuntimeError as error:
-            raise NotDirectError(f"memory of parameters cannot be shared: {error}") from error
+            raise NotInPlaceError(f"memory of parameters cannot be shared: {error}") from error
         number = {allocation: index for index, allocation in enumerate(self._allocations)}
         grows = {
             base: dtype.itemsize // self.plan.bases[base].itemsize

@@ -93,8 +93,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
             among them.
         paired: it is, and so on the engine rank's own device.
         live: keys of the ``Live`` of all ranks of the group, in place of stagings.
-        tells: say, before anything is loaded, what the model does with the tensors.
-        proves: say in ``Committed`` what lies in the parameters.
+        asks_map: say, before anything is loaded, what the model does with the tensors.
+        asks_hashes: say in ``Committed`` what lies in the parameters.
         map: names the ``LoadMap`` that the trainer rank knows; another one is said in ``Committed``.
         manifest: what ``digest`` names, where the engine rank lacks it.
         lives: what ``live`` names, in its order, where the engine rank lacks it.
@@ -105,8 +105,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     place: int
     paired: bool
     live: tuple[str, ...] = ()
-    tells: bool = False
-    proves: bool = False
+    asks_map: bool = False
+    asks_hashes: bool = False
     map: str = ""
     manifest: Manifest | None = None
     lives: tuple[Live, ...] = ()

@@ -54,8 +54,8 @@ ENGINE = "SGLang"
 ADAPTER = "verl_sync_plugin.rollouts.sglang.adapter.SyncServerAdapter"
 STOCK_ADAPTER = "verl.workers.rollout.sglang_rollout.sglang_rollout.ServerAdapter"
 STOCK_LOADER = "_load_sglang"
-LOADER = "verl_sync_plugin.rollouts.sglang.loader"
-DIGEST_LOADER = f"{LOADER}.write_digests"
+LOADER_MODULE = "verl_sync_plugin.rollouts.sglang.loader"
+DIGEST_LOADER = f"{LOADER_MODULE}.write_digests"
 
 ON_GPU: Mapping[str, Any] = {
     "enable_memory_saver": True,
@@ -142,7 +142,7 @@ def prepare_local(spec: LocalSpec) -> LocalLaunch:
         "load_format": "dummy" if spec.random_weights else "auto",
         "enable_weights_cpu_backup": copied,
         "skip_tokenizer_init": True,
-        "custom_weight_loader": [*(spec.arguments.get("custom_weight_loader") or []), f"{LOADER}.load"],
+        "custom_weight_loader": [*(spec.arguments.get("custom_weight_loader") or []), f"{LOADER_MODULE}.load"],
     }
     given = arguments, spec.sync.timeout_seconds, spec.random_weights
     return LocalLaunch(ENGINE, f"{__name__}.script_server", given, variable, not spec.random_weights)

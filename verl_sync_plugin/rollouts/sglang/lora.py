@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from verl_sync_plugin.config.settings import MODEL
 from verl_sync_plugin.log import say
-from verl_sync_plugin.lora.settings import PREFIX
 from verl_sync_plugin.rollouts.sglang.loader import admitted, answer, loading_scheduler
 from verl_sync_plugin.rollouts.sglang.refusals import lacking
 
@@ -64,9 +64,9 @@ class LostFactorsError(ValueError):
         kinds = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))
         more = f" (and {len(modules) - 1} modules more, of {kinds})" if len(modules) > 1 else ""
         super().__init__(
-            f"{PREFIX}.lora.merge=False: the adapter has factors of {modules[0]}{more}, and {why}. Set "
-            f"{PREFIX}.lora.merge=True, which serves it merged, or choose other modules by {PREFIX}.target_modules or "
-            f"{PREFIX}.exclude_modules."
+            f"{MODEL}.lora.merge=False: the adapter has factors of {modules[0]}{more}, and {why}. Set "
+            f"{MODEL}.lora.merge=True, which serves it merged, or choose other modules by {MODEL}.target_modules or "
+            f"{MODEL}.exclude_modules."
         )
 
 
@@ -93,7 +93,7 @@ def module_of(name: str) -> str:
 
 def check(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]]) -> None:
     """A loader of SGLang's that loads nothing. Rank 0 answers for all ranks of the engine: what is wrong, or nothing.
-    ``named_tensors`` is one pair, whose name is a packed request of folder, adapter and sent (see ``look``)."""
+    ``named_tensors`` is one pair, whose name is a packed request: folder, adapter, sent (see ``compare_placed``)."""
     from sglang.srt.distributed.parallel_state import get_tp_group
 
     try:
@@ -102,7 +102,7 @@ def check(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]])
         say(f"a question about an adapter was refused: {error}")
         return
     try:
-        look(loading_scheduler().tp_worker.model_runner.lora_manager, adapter, sent)
+        compare_placed(loading_scheduler().tp_worker.model_runner.lora_manager, adapter, sent)
         why = ""
     except LostFactorsError as error:
         why = str(error)
@@ -118,7 +118,7 @@ def check(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]])
         say(f"the check of an adapter was not answered: {error!r}")
 
 
-def look(manager: Any, adapter: str, sent: Sequence[Sent]) -> None:
+def compare_placed(manager: Any, adapter: str, sent: Sequence[Sent]) -> None:
     """Compares what a rank's layers read with what was sent (see ``summary``); without a name of an adapter only sees
     that there is a layer for each factor. ``manager`` is SGLang's ``LoRAManager``. Raises LostFactorsError, which names
     a module whose factors SGLang does not compute with, and the remedy."""
@@ -151,7 +151,7 @@ def look(manager: Any, adapter: str, sent: Sequence[Sent]) -> None:
 
 def _places(manager: Any, sent: Sequence[Sent]) -> dict[str, _Place]:
     """By the name under which SGLang's adapter holds a factor, after it has put together what it computes in one.
-    Raises LostFactorsError, see ``look``."""
+    Raises LostFactorsError, see ``compare_placed``."""
     found: dict[str, _Place] = {}
     without: dict[str, list[str]] = {}  # names of modules by why SGLang cannot compute with their factors
     for each in sent:

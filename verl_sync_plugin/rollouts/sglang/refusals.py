@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from verl_sync_plugin.config import refusals
-from verl_sync_plugin.config.settings import PREFIX, TURN_OFF, lora_rank_of, section
-from verl_sync_plugin.lora.settings import PREFIX as MODEL
+from verl_sync_plugin.config.settings import MODEL, ROLLOUT, TURN_OFF, lora_rank_of, section
 
-ARGUMENTS = f"{PREFIX}.engine_kwargs.sglang"
+ARGUMENTS = f"{ROLLOUT}.engine_kwargs.sglang"
 AT_LAUNCH = " (as SGLang resolved it at its launch)"
 
 # SGLang's choices for its ``dtype``, but for "auto"
@@ -77,9 +76,9 @@ SAME_KEYS = ("dtype", "load_format")  # which verl has, too
 VERLS_OWN: Rows = {
     "model_path": (only(None), "verl sets it by itself. Remove it, and set actor_rollout_ref.model.path"),
     "nnodes": (only(None, 1), "verl sets it by itself. Remove it: verl counts the nodes of an engine"),
-    "tp_size": (only(None), f"verl multiplies two keys. Remove it, and set {PREFIX}.tensor_model_parallel_size"),
+    "tp_size": (only(None), f"verl multiplies two keys. Remove it, and set {ROLLOUT}.tensor_model_parallel_size"),
     **{
-        key: (only(None), f"{PREFIX}.{key} says otherwise, and verl and the plugin go by that. Set it instead")
+        key: (only(None), f"{ROLLOUT}.{key} says otherwise, and verl and the plugin go by that. Set it instead")
         for key in SAME_KEYS
     },
 }
@@ -130,9 +129,9 @@ def refuse_keys(rollout: Any) -> None:
         raise ValueError(f"{cause}; {TURN_OFF}.")
     dtype = rollout.get("dtype", None)
     if dtype not in (None, "auto", *DTYPES):
-        raise ValueError(f"{PREFIX}.dtype={dtype!r}: not a dtype of SGLang's weights. Use one of {', '.join(DTYPES)}.")
+        raise ValueError(f"{ROLLOUT}.dtype={dtype!r}: not a dtype of SGLang's weights. Use one of {', '.join(DTYPES)}.")
     given = engine_arguments(rollout)
-    refuse_arguments({"load_format": rollout.get("load_format", None)}.get, PREFIX, TURN_OFF)
+    refuse_arguments({"load_format": rollout.get("load_format", None)}.get, ROLLOUT, TURN_OFF)
     refuse_arguments(given.get, ARGUMENTS, TURN_OFF)
     ranks = (rollout.get("tensor_model_parallel_size", None) or 1) * (rollout.get("data_parallel_size", None) or 1)
     settled = {"tp_size": ranks, **{key: rollout.get(key, None) for key in SAME_KEYS}}
@@ -153,14 +152,14 @@ def left_to_verl(rollout: Any) -> str:
         )
     if rollout.get("dtype", None) == "auto":
         return (
-            f"{PREFIX}.dtype='auto': the dtype in which weights travel is not known ({PREFIX}.dtype=bfloat16 says it)"
+            f"{ROLLOUT}.dtype='auto': the dtype in which weights travel is not known ({ROLLOUT}.dtype=bfloat16 says it)"
         )
     return ""
 
 
 def engine_arguments(rollout: Any) -> Any:
     """The arguments for SGLang of a rollout config."""
-    return section(section(rollout, "engine_kwargs", f"{PREFIX}.engine_kwargs"), "sglang", ARGUMENTS)
+    return section(section(rollout, "engine_kwargs", f"{ROLLOUT}.engine_kwargs"), "sglang", ARGUMENTS)
 
 
 def draft_of(arguments: Mapping[str, Any]) -> str:
@@ -189,13 +188,13 @@ def _refuse_data_parallel(rollout: Any, given: Mapping[str, Any]) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
     if value not in (None, parallel) and not (attention and whole and ranks % max(value, 1) == 0):
         raise ValueError(
-            f"{ARGUMENTS}.dp_size={value!r}: {PREFIX}.data_parallel_size is {parallel}. Remove the former and set "
+            f"{ARGUMENTS}.dp_size={value!r}: {ROLLOUT}.data_parallel_size is {parallel}. Remove the former and set "
             f"the latter, or set +{ARGUMENTS}.enable_dp_attention=True, by which SGLang shares out its {ranks} ranks."
         )
     if parallel > 1 and not attention:
         raise ValueError(
-            f"{PREFIX}.data_parallel_size={parallel}: SGLang takes weights for data-parallel ranks with DP attention "
-            f"only. Set +{ARGUMENTS}.enable_dp_attention=True, or {PREFIX}.data_parallel_size=1."
+            f"{ROLLOUT}.data_parallel_size={parallel}: SGLang takes weights for data-parallel ranks with DP attention "
+            f"only. Set +{ARGUMENTS}.enable_dp_attention=True, or {ROLLOUT}.data_parallel_size=1."
         )
 
 
@@ -237,7 +236,7 @@ def refuse_quantization(rollout: Any, model: Any) -> None:
     quantization = rollout.get("quantization", None)
     if quantization is None:
         return
-    key = f"{PREFIX}.quantization={quantization!r}"
+    key = f"{ROLLOUT}.quantization={quantization!r}"
     if quantization != "fp8":
         raise ValueError(f"{key}: verl quantizes for SGLang to fp8 alone. Use fp8, or remove it.")
     if overrides := engine_arguments(rollout).get("json_model_override_args", None):

@@ -101,14 +101,14 @@ class WeightUpdates:
             return [json.loads(path.read_text(encoding="utf-8")) for path in answers]
 
     async def check_adapter(self, adapter: str, sent: list[tuple[str, int, int]]) -> None:
-        """Has all ranks ``lora.look``. Raises ValueError, which names a module and the remedy."""
+        """Has all ranks ``lora.compare_placed``. Raises ValueError, which names a module and the remedy."""
         answers = await self.ask_ranks(ADAPTER_CHECK, adapter, sent)
         if not answers:
             raise RuntimeError("SGLang did not answer what it holds of the adapter; see its log")
         if answers[0]:
             raise ValueError(answers[0])
 
-    async def flush_behind_load(self) -> None:
+    async def flush_after_load(self) -> None:
         """Has SGLang flush its prefix cache as soon as the load under way has ended, for ``finish_sync`` to find."""
         # Flushing while the KV cache is paused crashes SGLang (sglang #19029)
         if not (self._asleep or self.keeps_requests):

@@ -47,7 +47,7 @@ class ModelTensors:
             for name, weight, buffer in held_by(model):
                 self._held.append(HeldTensor(name, buffer, len(self._held), number, *homes[id(weight)]))
 
-    def look(self) -> tuple[bool, bool]:
+    def find_tensors(self) -> tuple[bool, bool]:
         """Looks the tensors up; a failure leaves everything as it was. Returns True, first, if names, shapes or dtypes
         are others than the last time, and second, if any tensor is another object or elsewhere."""
         if any(unwrapped(chunk) is not model for chunk, model in zip(self._chunks, self._models, strict=True)):

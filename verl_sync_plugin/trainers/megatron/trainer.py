@@ -145,7 +145,7 @@ class MegatronSource(Merging):
         return self
 
     def _changed(self) -> bool:
-        other, moved = self._model.look()
+        other, moved = self._model.find_tensors()
         if other or moved:
             self.kept = None
         if other:
@@ -333,7 +333,7 @@ class BridgeAdapter(ServedAdapter):
         self._guard = Guard(timeout_seconds)
         self.settings = build_peft_config_for_vllm(lora)
 
-    def look(self) -> None:
+    def find_parameters(self) -> None:
         """Raises ValueError: whatever is trained next to the adapter would stay as it is in the engine."""
         for chunk in map(unwrapped, self._chunks):
             trained = [n for n, p in chunk.named_parameters() if p.requires_grad and p.numel() and ".adapter." not in n]
