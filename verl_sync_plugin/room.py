@@ -37,6 +37,7 @@ MEASURED_TIMES, MEASURED_BESIDE = 2, 1 << 30
 # (before, after) of each resume, as moments of ``SyncReport.device_used_bytes``
 WEIGHTS_RESUME = ("asleep", "weights")
 KV_RESUME = ("room", "awake")
+RESUMES = WEIGHTS_RESUME, KV_RESUME
 
 Growth = dict[tuple[str, str], int]
 
@@ -69,11 +70,7 @@ def release_cache(device: torch.device) -> int:
 
 def growth(used: Mapping[str, int]) -> Growth:
     """Returns by how much the use of a device grew over each resume of one sync."""
-    return {
-        (begin, end): used[end] - used[begin]
-        for begin, end in (WEIGHTS_RESUME, KV_RESUME)
-        if begin in used and end in used
-    }
+    return {(begin, end): used[end] - used[begin] for begin, end in RESUMES if {begin, end} <= used.keys()}
 
 
 class Room:
@@ -102,7 +99,7 @@ class Room:
                 self._most[resume] = max(grown, self._most.get(resume, grown))
 
     def make_room(self, resume: tuple[str, str], release: Callable[[], int], more: int = 0) -> int | None:
-        """Hands back the cache if the engine needs it for a resume, ``WEIGHTS_RESUME`` or ``KV_RESUME``. Returns the bytes that went;
+        """Hands back the cache if the engine needs it for a resume, one of ``RESUMES``. Returns the bytes that went;
         ``None`` when none had to. ``release`` hands back everything and returns the bytes; ``more``: bytes that the
         trainer allocates before the resume."""
         memory, grown = self._read(), self._most.get(resume, 0)

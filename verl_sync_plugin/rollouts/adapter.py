@@ -172,9 +172,8 @@ class SyncAdapter:
                 if offloaded:
                     get_torch_device().synchronize()
                 staging = self._manager.staging_to_come if self._manager is not None else 0
-                self._around.note_release(
-                    self._room.make_room(WEIGHTS_RESUME, partial(release_cache, trainer_device()), staging)
-                )
+                release = partial(release_cache, trainer_device())
+                self._around.note_release(self._room.make_room(WEIGHTS_RESUME, release, staging))
         except Exception as error:
             self._early = error
 

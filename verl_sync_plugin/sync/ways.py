@@ -7,9 +7,10 @@ staged      every rank packs its segment of a bucket into a slot of its staging 
             each segment from the rank that packed it into the slots of all ranks (``broadcast``), which crosses
             every host boundary once
 
-The first sync is staged: an engine rank says at its end whether it can read in place. While one bucket is loaded, the next ones are
-moved and packed. All ranks settle once per bucket: then it is packed everywhere, and the slot of the bucket before the
-last has been read everywhere. A rank whose slots only its engine rank reads packs two buckets ahead instead of one.
+The first sync is staged: an engine rank says at its end whether it can read in place. While one bucket is loaded, the
+next ones are moved and packed. All ranks settle once per bucket: then it is packed everywhere, and the slot of the
+bucket before the last has been read everywhere. A rank whose slots only its engine rank reads packs two buckets ahead
+instead of one.
 """
 
 from __future__ import annotations
