@@ -198,8 +198,8 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
 
     def _release(self, tag: str) -> None:
         self._refuse_closed()
+        self._released.add(tag)  # also of an engine that fails, or releases it too late: a resume asks each
         self._call(f"release of {tag}", "release_tags", [tag])
-        self._released.add(tag)
 
     def _resume(self, tag: str) -> None:
         self._refuse_closed()

@@ -191,7 +191,7 @@ class Comparison:
         self._read = _Weights(tensors, read, many, own)
         self._held = _Weights(tensors, held, many, own)
         self.left_out = _left_out(tensors, list(maps.values()))
-        uneven = (self._held.times < 0).nonzero().flatten().tolist()
+        uneven = torch.minimum(self._read.times, self._held.times).lt(0).nonzero().flatten().tolist()
         self.left_out.update((tensors.names[number], UNEVEN) for number in uneven)
         found = (self._held.times > 0).nonzero().flatten().tolist()
         self.compared = tuple(number for number in found if tensors.names[number] not in self.left_out)
@@ -346,6 +346,6 @@ class Cadence:
             return ended % self._verify == 0
         return self._verify == "always" or (self._verify == "first" and ended < FIRST_SYNCS)
 
-    def note(self, digest: str) -> None:
-        """Counts a sync of a plan that has ended well."""
-        self._ended[digest] = self._ended.get(digest, 0) + 1
+    def note(self, digest: str, new: bool = False) -> None:
+        """Counts a sync of a plan that has ended well; from a ``new`` load map on, those are the first again."""
+        self._ended[digest] = 0 if new else self._ended.get(digest, 0) + 1

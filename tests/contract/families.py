@@ -37,6 +37,11 @@ GEMMA_3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
+GEMMA_4 = {
+    **HEADS, **TIED, "layer_types": ["sliding_attention", "full_attention"], "enable_moe_block": True,
+    "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48, "global_head_dim": 16, "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 330, "attention_k_eq_v": False,
+}  # fmt: skip
 # SGLang on a CPU pads the heads of these layers and keeps their numbers in fields of their own
 LINEAR_ATTENTION = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -94,6 +99,7 @@ FAMILIES: dict[str, Family] = {
     "Gemma": Family("gemma", {**HEADS, **TIED}),
     "Gemma 2": Family("gemma2", {**HEADS, **TIED, "hidden_act": "gelu_pytorch_tanh"}),
     "Gemma 3, text": Family("gemma3_text", GEMMA_3),
+    "Gemma 4, MoE": Family("gemma4_text", GEMMA_4),
     "Cohere": Family("cohere", {**DENSE, **TIED}),
     "Cohere 2": Family("cohere2", {**HEADS, **TIED}),
     "Granite": Family("granite", DENSE),

@@ -22,6 +22,7 @@ KINDS: dict[str, Family] = {
     "deepseek-v3": FAMILIES["DeepSeek-V3"],
     "glm4-moe": FAMILIES["GLM-4.5"],
     "gemma2": FAMILIES["Gemma 2"],
+    "gemma4-moe": FAMILIES["Gemma 4, MoE"],
 }
 
 

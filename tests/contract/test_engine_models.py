@@ -78,27 +78,35 @@ NORM_LOADERS: tuple[Callable[[Any, torch.Tensor, torch.Tensor], object] | None, 
 )
 
 
+WANTED: dict[str, Callable[[Any], torch.Tensor]] = {
+    "_weight_fp32": lambda router: router.weight.float(),
+    "_fused_scale": lambda router: router.scale * router.hidden_size**-0.5,
+    "gemma_weight": lambda norm: norm.weight + 1.0,
+}
+
+
 @on_ranks(2, timeout=500)
 @torch.no_grad()
 def test_copies_of_weights_are_refreshed_where_graphs_read_them(tmp_path: Path) -> None:
-    """SGLang's GLM makes that of a router in its first forward, and its Gemma 2 that of a norm in every load."""
+    """SGLang's GLM and Gemma 4 make that of a router in its first forward, its Gemma 2 that of a norm in every load."""
     norms = [("gemma2", "gemma_weight", loader) for loader in NORM_LOADERS]
-    for kind, copy_of, loader in [("glm4-moe", "_weight_fp32", None), *norms]:
+    routers = ("glm4-moe", "_weight_fp32", None), ("gemma4-moe", "_fused_scale", None)
+    for kind, copy_of, loader in [*routers, *norms]:
         model = models.build(models.start(tmp_path, kind))
-        layers = [each for each in model.modules() if copy_of in each._buffers]
+        layers = [each for each in model.modules() if hasattr(each, copy_of)]
         for layer in layers if loader else ():
             layer.weight.weight_loader = partial(loader, layer)
-        wire, first = Wire(model), [each._buffers[copy_of] for each in layers]
+        wire, first = Wire(model), [getattr(each, copy_of) for each in layers]
         for seed in (1, 2, 3):
             wire.sync(weights_of(kind, seed))
-            for layer in layers if kind == "glm4-moe" else ():
-                layer(torch.zeros(1, layer.weight.shape[1]))
-            lie = [each._buffers[copy_of] for each in layers]
-            wanted = [each.weight.float() if kind == "glm4-moe" else each.weight + 1.0 for each in layers]
+            for layer in layers if kind != "gemma2" else ():
+                layer(torch.zeros(1, model.config.hidden_size, dtype=torch.bfloat16))
+            lie = [getattr(each, copy_of) for each in layers]
+            wanted = [WANTED[copy_of](each) for each in layers]
             assert layers and all(map(torch.equal, lie, wanted)), (kind, seed)
             assert all(a is b for a, b in zip(first, lie, strict=True) if a is not None), (kind, seed)
             first = lie
-        assert not wire.left and (kind != "gemma2" or not wire.load.obstacle), "read in place from the second sync on"
+        assert kind != "gemma2" or not (wire.left or wire.load.obstacle), "read in place from the second sync on"
 
 
 # Loaders that a model may give a parameter of its own, each of which does more, or another thing, than to copy; and why

@@ -3,6 +3,7 @@
 
 import os
 import sys
+from collections import UserDict
 from typing import Any
 
 import psutil
@@ -64,6 +65,13 @@ def serves(rollout: SpmdRollout, source: Any, expected: torch.nn.Module) -> list
     return generated
 
 
+class Made(UserDict[str, torch.Tensor]):
+    """A mapping that makes its tensors when they are asked for."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return super().__getitem__(name).clone()
+
+
 def every_source(rollout: SpmdRollout) -> None:
     """FSDP2, FSDP1, DDP, a plain module, state dicts, LoRA: each with other weights than the one before."""
     mesh = init_device_mesh("cpu", (2,))
@@ -71,17 +79,21 @@ def every_source(rollout: SpmdRollout) -> None:
     serves(rollout, FullyShardedDataParallel(model(2), device_id=torch.device("cpu")), model(2))
     replicas = DistributedDataParallel(model(3))
     first = serves(rollout, replicas, model(3))
-    serves(rollout, model(4), model(4))
+    plain, other = model(4), model(4)
+    serves(rollout, plain, model(4))
+    plain.lm_head = other.lm_head = model(5).lm_head
+    serves(rollout, plain, other)
     serves(rollout, model(5).state_dict(), model(5))
+    serves(rollout, Made(model(6).state_dict()), model(6))
     cut = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in model(6).state_dict().items()}
     serves(rollout, cut, model(6))
     again = serves(rollout, replicas, model(3))
-    assert [{**vars(each), "version": 7} for each in first] == [vars(each) for each in again]
+    assert [{**vars(each), "version": 9} for each in first] == [vars(each) for each in again]
     rollout.sync_weights(replicas)
     assert rollout.report is not None and rollout.report.replayed_tensors == rollout.report.tensors
     assert rollout.report.staging_bytes == rollout._manager.sender.staging_bytes > 0, "nothing is released"
     same = rollout.generate(PROMPTS, GREEDY)
-    assert [vars(each) for each in same] == [{**vars(each), "version": 8} for each in again]
+    assert [vars(each) for each in same] == [{**vars(each), "version": 10} for each in again]
     with_adapter(rollout)
 
 

@@ -113,4 +113,6 @@ def test_which_syncs_are_verified(verify: str | int, due: str) -> None:
         assert cadence.due("plan") == cadence.due("plan"), "a sync that fails is not counted"
         cadence.note("plan")
     assert found == due
+    cadence.note("plan", new=True)
+    assert cadence.due("plan") == (verify != "never"), "a new load map is proven again"
     assert cadence.due("another") == (verify != "never"), "every plan has its own"

@@ -62,6 +62,8 @@ def refuse_others(model: torch.nn.Module) -> None:
                 f"module {clean_name(name)!r} is a {kind.__name__} of PEFT ({kind.__module__}), and weight sync "
                 f"delivers LoRA only. {REMEDY}."
             )
+    if not hasattr(model, "get_base_model"):
+        raise ValueError(f"PEFT's adapters were put into a {type(model).__name__} itself. Use peft.get_peft_model.")
 
 
 Kind = Literal["linear", "embedding", "experts"]  # PEFT's ways to make a delta of factors

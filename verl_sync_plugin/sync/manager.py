@@ -369,7 +369,7 @@ class ShardingManager(BaseShardingManager):
         report.coverage_missing = len(comparison.unwritten)
         if sync.verified:
             report.verified_tensors, report.not_comparable = len(comparison.compared), len(comparison.left_out)
-        self.cadence.note(sync.plan.digest)
+        self.cadence.note(sync.plan.digest, new=news)
 
     def _committed(self, sync: Sync) -> Committed | None:
         """Has the engine rank commit; ``None`` where this rank has none."""

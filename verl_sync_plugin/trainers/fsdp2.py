@@ -44,7 +44,7 @@ class StateDictSource(ParameterSource):
         self._known: dict[str, _Known] = {}
 
     def shards(self) -> list[Shard]:
-        state = self._given()
+        state = dict(self._given())  # also of a mapping that makes its tensors: their memory tells which are tied
         return [self._shard(names, state[names[0]]) for names in _tied(state)]
 
     def _shard(self, names: list[str], tensor: torch.Tensor) -> Shard:

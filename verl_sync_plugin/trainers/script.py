@@ -32,14 +32,16 @@ class Given:
         self.config = config
         self.source: Any = None
         self.kind = ""
+        self._modules: list[torch.nn.Module] = []
 
     def take(self, source: Any) -> bool:
-        """Notes what a sync is to read; returns True if it is another module or kind than before. Raises TypeError or,
-        for a module, ValueError for what cannot be read."""
-        if source is self.source and not isinstance(source, Mapping):
+        """Notes what a sync is to read; returns True if it is another module or kind than before, or has other modules
+        in it. Raises TypeError or, for a module, ValueError for what cannot be read."""
+        modules = list(source.modules()) if isinstance(source, torch.nn.Module) else []
+        if source is self.source and modules == self._modules and not isinstance(source, Mapping):
             return False
         before, self.kind = self.kind, kind_of(source)
-        self.source = source
+        self.source, self._modules = source, modules
         return self.kind != before or not isinstance(source, Mapping)
 
     def let_go(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,9 +18,14 @@ from verl_sync_plugin.rollouts.sglang.refusals import ARGUMENTS
 # A tied model's one weight as checkpoints have it, and its second name, which most checkpoints leave out
 EMBEDDING = re.compile(r"(?:[a-z_]+\.)*embed_tokens\.weight")
 HEAD = "lm_head.weight"
-# CUDA graphs read these where they first lay. The router's weight of GLM's MoEs in fp32, in SGLang 0.5.12 to 0.5.14;
-# a norm's of Gemma and Qwen3-Next plus one, which in 0.5.12 every load puts elsewhere
-ROUTER_COPY, NORM_COPY = "_weight_fp32", "gemma_weight"
+# CUDA graphs read these where they first lay. A norm's weight of Gemma and Qwen3-Next plus one, which in SGLang 0.5.12
+# every load puts elsewhere; and what a router makes in its first forward: GLM of its weight (0.5.12 to 0.5.14,
+# sgl-project/sglang#35883), Gemma 4 of its scale. Without them a sync leaves the routing as it was
+NORM_COPY = "gemma_weight"
+ROUTER_COPIES: dict[str, Callable[[Any], torch.Tensor]] = {
+    "_weight_fp32": lambda router: router.weight,
+    "_fused_scale": lambda router: router.scale * router.root_size,
+}
 
 # Why a tensor of the trainer is rightly used by no engine rank; of any other that is an error. A tied head needs no
 # entry, for its bytes travel as the embedding's too
@@ -54,8 +59,7 @@ class SGLangModel(EngineModel):
         self._model = module  # for its methods, of which torch.nn.Module knows nothing
         self._copies_tied = copies_tied(module)
         _name_wrapped(module)
-        # Of a router's weight; without it a sync leaves the routing as it was (sgl-project/sglang#35883)
-        self._routers = [each for each in module.modules() if ROUTER_COPY in each._buffers]
+        self._routers = [(each, name) for each in module.modules() for name in ROUTER_COPIES if hasattr(each, name)]
         self._norms = [(each, each._buffers[NORM_COPY]) for each in module.modules() if NORM_COPY in each._buffers]
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -109,9 +113,9 @@ class SGLangModel(EngineModel):
 
     @torch.no_grad()
     def refresh_copies(self) -> None:
-        for module in self._routers:
-            if (copy := module._buffers[ROUTER_COPY]) is not None:  # not before the first forward
-                copy.copy_(module.weight)
+        for module, name in self._routers:
+            if (copy := getattr(module, name)) is not None:  # not before the first forward
+                copy.copy_(ROUTER_COPIES[name](module))
         for module, first in self._norms:
             module._buffers[NORM_COPY] = torch.add(module.weight, 1.0, out=first)
 

@@ -74,6 +74,8 @@ class WeightUpdates:
         before this sync took, 0.0 without one. ``request``: ``LoadRequest.to_wire()``; ``weight_version``: what SGLang
         and verl report once ``finish_sync`` ends this sync."""
         packed = pack_request(request)
+        if WEIGHTS in self.occupation.released:
+            raise RuntimeError("SGLang's weights are released, and nothing can be loaded into them: resume them first")
         await self.begin_load()
         self._version, self._flushing = weight_version, None
         await self._call_loader(self.loader, packed)
