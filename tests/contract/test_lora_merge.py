@@ -171,6 +171,7 @@ def refusal(model: torch.nn.Module) -> str:
         "exclude_modules",
         "Switch it on",
         "Activate one",
+        "Use peft.get_peft_model",
     )
     assert any(remedy in text for remedy in remedies), "names no remedy"
     return text
@@ -225,6 +226,10 @@ def over_another_type() -> Any:
     return get_peft_model(base, LoraConfig(target_modules=["q_proj"]))
 
 
+def injected() -> Any:
+    return peft.inject_adapter_in_model(LoraConfig(target_modules=["q_proj"]), fsdp_models.build("qwen2"))
+
+
 MODULE, BOTH = r"LoRA module 'base_model.*", ["default", "second"]
 
 
@@ -245,8 +250,9 @@ MODULE, BOTH = r"LoRA module 'base_model.*", ["default", "second"]
         (lambda: of_two(lambda model: model.base_model.disable_adapter_layers()), r"q_proj' is switched off"),
         (with_another_type, "LOHA"),
         (over_another_type, r"layers\.0\.self_attn\.v_proj' is a Linear of PEFT .*ia3"),
+        (injected, "into a Qwen2ForCausalLM itself. Use peft.get_peft_model"),
     ],
-    ids=["bias", "dora", "dora-variant", "saved", "saved-head", "alora", "tokens", "both", "off", "with", "over"],
+    ids=["bias", "dora", "dora-variant", "saved", "head", "alora", "tokens", "both", "off", "with", "over", "injected"],
 )
 def test_what_cannot_be_merged_is_refused_by_name(made: Callable[[], Any], text: str) -> None:
     assert re.search(text, refusal(made()))

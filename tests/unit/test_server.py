@@ -225,6 +225,15 @@ async def test_a_pause_that_fails_holds_nobody(pause: str, make: Make, monkeypat
     assert (await asyncio.wait_for(ask(server), 1)).token_ids == [1]
 
 
+async def test_nothing_is_loaded_into_released_weights(make: Make) -> None:
+    server = make(Manager())
+    await server.release_tags(["weights"])
+    with pytest.raises(RuntimeError, match="weights are released"):
+        await server.load_weights(("sync",), "1")
+    await server.resume_tags(["weights"])
+    await loaded(server, 1)
+
+
 async def test_a_sync_that_nobody_ends_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "together_seconds", lambda seconds: 0.01)
     manager = Manager()
