@@ -224,6 +224,7 @@ class _Introduction:
             marks = _marks(chunk, self._owners, torch.Generator(self._device).manual_seed(SEED + number))
             given.note(marks)
             model.load_weights(iter([(mark.name, mark.tensor) for mark in marks]))
+            del marks  # or two chunks would be there at a time
         if more := _moved(lies, _lies(model.module)) - unfixed:
             raise self._other(f"lays {min(more)} out again with real tensors, and did not without them")
         self._storages.refresh()
