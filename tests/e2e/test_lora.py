@@ -31,8 +31,8 @@ def test_a_merged_run(play: Play) -> None:
     # Unmerged weights would show: correlation 0.0, probabilities that differ by 0.009 to 0.025 from step 2 on
     checks.same_weights(merged)
     # The reference is the same model without its adapter, so this is how far unmerged weights would be off
-    assert all(merged.logged[step]["actor/kl_loss"] > 0.1 for step in (2, 3)), merged.logged
-    assert abs(merged.logged[1]["actor/kl_loss"]) < 1e-6, "reference and current policy, before the first update"
+    first, *later = (metrics["actor/kl_loss"] for metrics in merged.logged.values())
+    assert abs(first) < 1e-6 and min(later) > 0.05, (first, later)
     assert all(abs(metrics["actor/ppo_kl"]) < 1e-6 for metrics in merged.logged.values()), "old and current policy"
 
 
