@@ -298,7 +298,7 @@ def test_staging_memory_stays(short: list[bool], failing: int, stays: list[bool]
             asked.append(more)  # noqa: B023  (called within this round)
             return 0 if tight and resume[-1] == "awake" else None
 
-        place.adapter._room.make = make  # type: ignore[method-assign]
+        place.adapter._room.make_room = make  # type: ignore[method-assign]
         place.sleep()
         with ExitStack() as stack:
             if number == failing:
