@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import common, memory, pauses, phase, report, soak, transfer
+from benchmarks import common, phase, report, soak
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = phase.Paths(model=Path("m"), prompts=Path("p"))
@@ -108,22 +108,6 @@ def test_growth_is_found_and_named() -> None:
             samples.append(sample)
         (found,) = soak.grown(soak.growth_of(samples, 200, "cuda"))
         assert found.startswith(f"{part}.{key}".lstrip("."))
-
-
-def test_the_command_of_a_result_measures_the_same_again() -> None:
-    for module, words in (
-        (phase, "--case dense --model-size 7b --override a=[1,2] --override b=3 --steps 4"),
-        (transfer, "--case t --model dense-7b --buckets 512,2048"),
-        (soak, "--model small --trainer separate-fsdp2-lora --syncs 400"),
-        (pauses, "--case p --model 7b --ways abort,in_place"),
-        (memory, "--case m --model-size 7b --shares 0.9,0.8"),
-    ):
-        args = module.arguments([*words.split(), "--out", "x", "--work", "w"])
-        name = module.__name__.removeprefix("benchmarks.")
-        again = common.command_line(name, args).split()
-        assert again[:3] == ["python", "-m", f"benchmarks.{name}"] and "--work" not in again
-        parsed = module.arguments([word.strip("'") for word in again[3:]] + ["--out", "x", "--work", "w"])
-        assert vars(parsed) == vars(args)
 
 
 def test_the_headline_is_of_one_commit(tmp_path: Path) -> None:
