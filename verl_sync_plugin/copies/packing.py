@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills this rank's segment of a bucket: by one launch of the copy kernel where it can, hashing and checking what is
-packed.
+"""Fills this rank's segment of a bucket: by the copy kernel where it can, hashing and checking what is packed.
 
 A slot is uint8 and holds all of a bucket, or, where the plan is sharded, this rank's segment only; ``Plan.origin``
 is the byte of the bucket at which it begins.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The unit of a sync: storages, tensors inside them, buckets, and one rank's shards. Imports no torch.
 
-A *base* is one piece of storage that the trainer shards (an FSDP2 parameter, an FSDP1 flat parameter, or a replicated
+A *base* is one piece of storage that the trainer shards (an FSDP2 parameter, one inside an FSDP1 flat parameter, or a replicated
 buffer): a flat array whose elements the ranks of a group own in consecutive runs. A *view* is a named HF tensor inside
 a base. A *bucket* is what travels at a time: every rank fills a segment of ``stride`` bytes with its runs, and the
 bucket is the segments one after another. So the layout is rank-major, and a tensor is the concatenation of the pieces

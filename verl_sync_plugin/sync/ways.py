@@ -180,7 +180,7 @@ class Way(ABC):
 
 
 class InPlace(Way):
-    """Engine ranks read parameters where they lie, all at once: one launch of the copy kernel each.
+    """Engine ranks read parameters where they lie, all at once, by a few launches of the copy kernel.
 
     Only where an engine rank has said that its load map covers everything, every trainer rank can tell where its
     parameters are, and every engine rank can map them. What cannot be read so (merged adapters, offloaded parameters, a

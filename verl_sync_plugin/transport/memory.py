@@ -10,8 +10,8 @@ model only parameters are exported, which the trainer keeps on the device, and s
 every sync.
 
 On a GPU staging memory is one allocation, exported by torch's CUDA IPC and sliced by offset. Hazards:
-- Memory of PyTorch's expandable segments and of SGLang's memory saver cannot be exported. verl turns expandable
-  segments off before ``update_weights``, and the staging memory is allocated by the trainer, outside any saver region.
+- Memory of PyTorch's expandable segments and of SGLang's memory saver cannot be exported. Our worker, as verl's, turns
+  expandable segments off before ``update_weights``, and the staging memory is allocated by the trainer, outside any saver region.
 - One export rebuilt N times drives its reference count negative (vllm #51258): every receiver gets an export of its own
   and opens it once.
 - Device ordinals differ between the processes (``CUDA_VISIBLE_DEVICES``), UUIDs do not.
