@@ -11,7 +11,7 @@ every sync.
 
 On a GPU staging memory is one allocation, exported by torch's CUDA IPC and sliced by offset. Hazards:
 - Memory of PyTorch's expandable segments and of SGLang's memory saver cannot be exported. Our worker, as verl's, turns
-  expandable segments off before ``update_weights``, and the staging memory is allocated by the trainer, outside any saver region.
+  the former off before ``update_weights``, and the staging memory is the trainer's, outside any saver region.
 - One export rebuilt N times drives its reference count negative (vllm #51258): every receiver gets an export of its own
   and opens it once.
 - Device ordinals differ between the processes (``CUDA_VISIBLE_DEVICES``), UUIDs do not.
