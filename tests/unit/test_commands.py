@@ -280,11 +280,19 @@ def test_a_cluster_whose_nodes_differ(tell: Callable[..., Any], monkeypatch: pyt
         ("actor_rollout_ref.actor.strategy=veomni", PROBLEM, "weight sync NOT IN USE", "leave that key out"),
         (f"{ROLLOUT}.custom.sync.enabled=False", WARNING, "stock verl moves the weights", "leave out"),
         ("actor_rollout_ref.model.path=/no/such/model", WARNING, "no such folder", "correct the path"),
+        ("actor_rollout_ref.model.path=null", WARNING, "no such folder", "correct the path"),
         ("+sync=colocated", "", "", ""),  # and no word of verl's default model, which nobody named
         ("actor_rollout_ref.model.path=Nobody/model", WARNING, "is not known here", "hf download Nobody/model"),
         # whole commands
         ("python3 -m verl.trainer.main_ppo --config-name ppo_megatron_trainer ~trainer.logger", "", "", ""),
-        ("x/main_generation_server.py -cn ppo_trainer.yaml", WARNING, "stock verl moves the weights", "leave out"),
+        ("x/verl/trainer/main_generation_server.py -cn ppo_trainer.yaml", WARNING, "stock verl moves the", "leave out"),
+        ("A=1 python3 -u verl/trainer/main_ppo.py +x=y.py", "", "", ""),
+        (
+            "python3 -m verl.experimental.one_step_off_policy.main_ppo --config-path x rollout.nnodes=1",
+            WARNING,
+            "not checked: the config of verl.experimental.one_step_off_policy.main_ppo",
+            "give them alone",
+        ),
     ],
 )
 def test_overrides(words: str, level: str, text: str, remedy: str, tell: Callable[..., Told]) -> None:
@@ -312,15 +320,22 @@ def test_prove_lacks_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("config", "world", "words", "why"),
     [
-        (["nowhere"], "no folder with a config.json"),
-        ([".", "--syncs", "0"], "--syncs 0: use 1 or more"),
-        ([".", "--tp", "2"], "torchrun --nproc-per-node 2"),
+        (None, "1", [], "download the checkpoint and name its folder ([Errno 2]"),
+        ("{", "1", [], "download the checkpoint and name its folder (Expecting"),
+        ("{}", "x", [], "--tp 1 with WORLD_SIZE=x: start"),
+        ("{}", "1", ["--tp", "2"], "torchrun --nproc-per-node 2"),
+        ("{}", "1", ["--syncs", "0"], "--syncs 0: use 1 or more"),
     ],
 )
-def test_refused(words: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text("{}")
+def test_refused(
+    config: str | None, world: str, words: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    monkeypatch.setenv("WORLD_SIZE", world)
     with pytest.raises(SystemExit) as ended:
-        main(["prove", *[str(tmp_path) if word == "." else word for word in words]])
+        main(["prove", str(tmp_path), *words])
     assert ended.value.code == 2 and why in capsys.readouterr().err

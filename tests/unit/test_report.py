@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks what a sync reports, and what ``verl-sync report`` makes of old versions, several runs and broken files."""
 
+import codecs
 import html
 import json
 import re
@@ -235,10 +236,13 @@ def test_a_leaders_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 def test_of_several_runs_in_a_file_the_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = [line(step) for step in range(5)], [line(step, pid=8) for step in range(4, 6)]
-    file = written(tmp_path, *first, *second, *(line(step, pid=9) for step in range(3)), json.dumps(line(3))[:70])
+    broken = json.dumps(line(3))[:70], json.dumps(line(3, stages={"sleep": float("nan")}))
+    file = written(tmp_path, *first, *second, *(line(step, pid=9) for step in range(3)), *broken)
+    file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
     page = page_of(file)
     assert len(page.cells["syncs"]) == 4 and "run 3 of 3" in page.text
-    assert "reports.jsonl:11" in page.text and "reports.jsonl:11" in capsys.readouterr().out, "a line cut short"
+    named = f"no JSON: {file}:11, {file}:12"
+    assert named in page.text and named in capsys.readouterr().out, "a line cut short, and one with NaN"
     page = page_of(file, "--run", "2")
     assert [cells[0] for cells in page.cells["syncs"][1:]] == ["4", "5"]
 
@@ -253,14 +257,29 @@ GOOD = json.dumps(line(0)).encode()
         (None, [], f"no such file or folder; .*{HOW_TO}"),
         (b"\x00\xff\x93NUMPY", [], f"no sync reports in it; .*{HOW_TO}"),
         (b'{"event": "another"}\n', [], "no sync reports in it"),
-        (b'\n{"event": "sync_report", "stages": 3}\n', [], r"file:2: Expected `object`.*; remove that line"),
-        (b'{"event": "sync_report", "stages": {"sleep": 1}}\n', [], "file:1: it does not say who wrote it"),
+        (b'\n{"event": "sync_report", "stages": 3}\n', [], "file:2: .*; remove that line"),
+        (
+            b'{"event": "sync_report", "stages": {"sleep": 1}}\n',
+            [],
+            "file:1: .* `origin`; .*of an old version",
+        ),
+        *(
+            (GOOD + b"\n" + re.sub(*change, GOOD), [], f"file:2: {said}; remove that line")
+            for change, said in (
+                ((b'"rank": 0, ', b""), r"Object missing required field `rank` - at `\$.origin`"),
+                ((b'"device": "[^"]*"', b'"device": ""'), r".* - at `\$.origin.device`"),
+                ((b'"epoch": [^,]*', b'"epoch": "x"'), r"Expected `float`, got `str` - at `\$.origin.epoch`"),
+                ((b'"epoch": [^,]*', b'"epoch": 1e300'), r".* - at `\$.origin.epoch`"),
+                ((b'"spans": .*]', b'"spans": []'), r".* - at `\$.spans`"),
+            )
+        ),
         (GOOD, ["--out", "{}/nowhere/page.html"], "name another place"),
         (GOOD, ["--run", "2"], "use --run 1 to 1"),
         (GOOD, ["--trace", "{}/t.json", "--step", "3"], "there are steps 0 to 0"),
         (GOOD, ["--step", "3"], "--trace OUT.json"),
         (GOOD, [], "pip install matplotlib"),
     ],
+    ids=lambda value: str(value)[-40:],
 )
 def test_what_cannot_be_done_is_one_line_with_a_remedy(
     content: bytes | None, options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -36,6 +36,7 @@ HOOKS = {
     "trainers": "verl.trainer.ppo.v1",
     "workers": "verl_sync_plugin.hooks.worker",
 }
+MAINS = ("verl.trainer.main_ppo", "verl.trainer.main_generation_server")  # of verl's, those whose config is ppo_trainer
 OF_THE_ENGINE = ("rollout-adapter", "rollout-replica", "engine-loader")  # hooks that import the rollout engine
 
 
@@ -122,18 +123,22 @@ def _one_line(error: BaseException) -> str:
     return " ".join(f"{override or type(error).__name__}: {error}{because}".split())[:600]
 
 
-def parse(words: Sequence[str]) -> tuple[str, str, list[str]]:
-    """Reads a list of overrides, or a whole command that was pasted: file name of the main without ``.py``, name of the
-    config, Hydra's overrides. Raises ValueError for another option."""
-    rest, program = list(words[words.index("-m") + 1 :] if "-m" in words else words), "main_ppo"
-    if rest and (rest[0].startswith("verl.") or rest[0].endswith(".py")):
-        program = rest.pop(0).removesuffix(".py").replace("/", ".").rpartition(".")[2]
+def program_of(words: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Splits a whole command that was pasted, or overrides alone: the main as a module, and what follows it."""
+    for place, word in enumerate(words):
+        if "=" not in word and (word.endswith(".py") or words[place - 1 : place] == ["-m"]):
+            return word.removesuffix(".py").strip("/").replace("/", "."), words[place + 1 :]
+    return MAINS[0], words
+
+
+def parse(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Reads the name of the config and Hydra's overrides. Raises ValueError for another option."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-name", "-cn", default="ppo_trainer")
-    given, overrides = parser.parse_known_args(rest)
+    given, overrides = parser.parse_known_args(words)
     if options := [word for word in overrides if word.startswith("-")]:
         raise ValueError(f"{options[0]}: only overrides and --config-name can be checked. Leave it out.")
-    return program, given.config_name.removesuffix(".yaml"), overrides
+    return given.config_name.removesuffix(".yaml"), overrides
 
 
 def lint(words: Sequence[str]) -> dict[str, Any]:
@@ -148,8 +153,13 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
     from verl_sync_plugin.rollouts import ROLLOUTS
 
     line, check, key = "", "overrides", "actor_rollout_ref.rollout.name"
+    module, words = program_of(words)
+    if not module.endswith(MAINS):
+        remedy = f"to check them with the config of {MAINS[0]}, give them alone, without a program"
+        found = [warning(check, f"overrides not checked: the config of {module} may be another", remedy)]
+        return {"line": line, "findings": [asdict(each) for each in found]}
     try:
-        program, name, overrides = parse(words)
+        program, (name, overrides) = module.rpartition(".")[2], parse(words)
         hydra.version.setbase(None)  # as verl
         GlobalHydra.instance().clear()
         sys.argv = [f"{program}.py"]  # what Hydra names the job after
@@ -182,7 +192,7 @@ def check_model(config: Any, overrides: Sequence[str]) -> list[Finding]:
     if not any(override.lstrip("+").startswith(f"{key}=") for override in overrides):
         return []
     if (folder := _folder_of(path)) is None:
-        if path.startswith(("/", "./", "../", "~")):
+        if path == "None" or path.startswith(("/", "./", "../", "~")):
             return [warning("model", f"{key}={path}: there is no such folder on this machine", "correct the path")]
         text = f"{key}={path} is not on this machine, so whether it is served is not known here"
         return [warning("model", text, f"hf download {path} config.json, then ask again")]

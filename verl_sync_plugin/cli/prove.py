@@ -8,11 +8,13 @@ log-probabilities. The judges share no code with what moves the bytes.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_sync_plugin.errors import RolloutError, SyncError
@@ -65,11 +67,14 @@ def run(arguments: argparse.Namespace) -> int:
     for option in ("tp", "syncs"):
         if getattr(arguments, option) < 1:
             raise ValueError(f"--{option} {getattr(arguments, option)}: use 1 or more")
-    if not os.path.isfile(os.path.join(model, "config.json")):
-        raise ValueError(f"{model}: no folder with a config.json; download the checkpoint and name its folder")
-    if tp != (world := int(os.environ.get("WORLD_SIZE", "1"))):
+    try:
+        json.loads(Path(model, "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        text = f"{model}: no folder with a config.json that can be read; download the checkpoint and name its folder"
+        raise ValueError(f"{text} ({error})") from error
+    if str(tp) != (world := os.environ.get("WORLD_SIZE", "1")):
         raise ValueError(
-            f"--tp {tp} with {world} processes: start as many as the engine has ranks, with torchrun "
+            f"--tp {tp} with WORLD_SIZE={world}: start as many as the engine has ranks, with torchrun "
             f"--nproc-per-node {tp} -m verl_sync_plugin.cli prove {model} --tp {tp}"
         )
     import torch
