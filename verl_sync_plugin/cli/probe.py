@@ -17,7 +17,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,7 @@ def probe(overrides: Sequence[str]) -> dict[str, Any]:
             result["run"] = lint(overrides) if overrides else None
         else:
             found = [problem("import", doctor.NOT_LOADED, f"pip install the plugin, and unset {doctor.POLICY}")]
-    return {**result, "findings": [asdict(each) for each in found]}
+    return {**result, "findings": found}
 
 
 def check_hooks() -> Finding:
@@ -156,8 +155,8 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
     module, words = program_of(words)
     if not module.endswith(MAINS):
         remedy = f"to check them with the config of {MAINS[0]}, give them alone, without a program"
-        found = [warning(check, f"overrides not checked: the config of {module} may be another", remedy)]
-        return {"line": line, "findings": [asdict(each) for each in found]}
+        text = f"overrides not checked: the config of {module} may be another"
+        return {"line": "", "findings": [warning(check, text, remedy)]}
     try:
         program, (name, overrides) = module.rpartition(".")[2], parse(words)
         hydra.version.setbase(None)  # as verl
@@ -179,7 +178,7 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
     except Exception as error:
         remedy = "correct key or value; a key that verl's config does not have is added with a + before it"
         found = [_refused(check, error, remedy)]
-    return {"line": line, "findings": [asdict(each) for each in found]}
+    return {"line": line, "findings": found}
 
 
 def check_model(config: Any, overrides: Sequence[str]) -> list[Finding]:

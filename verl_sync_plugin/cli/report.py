@@ -19,7 +19,7 @@ from verl_sync_plugin.cli.page import page_of
 from verl_sync_plugin.report import EVENT, PHASE_STAGES, REPORT_FILE_VARIABLE, SyncReport
 
 PAGE = "sync-report.html"
-Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e11)]  # what a date can be made of
+Seconds = Annotated[float, msgspec.Meta(ge=-1, lt=1e11)]  # of which a date can be made
 HOW_TO = (
     f"a run writes one where {REPORT_FILE_VARIABLE} names a file in the environment of its workers, for example by "
     f"+ray_kwargs.ray_init.runtime_env.env_vars.{REPORT_FILE_VARIABLE}=/shared/run/reports.jsonl"
@@ -45,26 +45,21 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.step is not None and arguments.trace is None:
         raise ValueError("--step says of which sync the trace is; say where that goes with --trace OUT.json")
     source: Path = arguments.source
-    found = read_run(source, arguments.number)
-    if arguments.trace is not None:
-        sync = found.sync_of(arguments.step)
-        _write(arguments.trace, json.dumps(trace_of(sync, found.versions)))
-        print(f"{arguments.trace}: the sync of step {sync.step}; open it in https://ui.perfetto.dev")
     try:
-        text = page_of([found, *([read_run(arguments.against)] if arguments.against else [])])
+        found = read_run(source, arguments.number)
+        if arguments.trace is not None:
+            sync = found.sync_of(arguments.step)
+            arguments.trace.write_text(json.dumps(trace_of(sync, found.versions)))
+            print(f"{arguments.trace}: the sync of step {sync.step}; open it in https://ui.perfetto.dev")
+        page = arguments.out or (source if source.is_dir() else source.parent) / PAGE
+        runs = [found, *([read_run(arguments.against)] if arguments.against else [])]
+        page.write_text(page_of(runs), encoding="utf-8")
     except ModuleNotFoundError as error:
         raise ValueError(f"{error}: the page is drawn by matplotlib; pip install matplotlib") from error
-    page = arguments.out or (source if source.is_dir() else source.parent) / PAGE
-    _write(page, text)
+    except OSError as error:
+        raise ValueError(f"{error}; name another place, or mend that") from error
     print(f"{page}: {len(found.syncs)} syncs, {found.source}")
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be written: {error.strerror}; name another place") from error
 
 
 class Origin(msgspec.Struct):
@@ -166,10 +161,7 @@ def read_run(path: Path, number: int | None = None) -> Run:
         raise ValueError(f"{path}: no such file or folder; {HOW_TO}")
     files, lines, unread = [], [], []
     for file in sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]:
-        try:
-            texts = file.read_text(encoding="utf-8-sig", errors="replace").splitlines()
-        except OSError as error:
-            raise ValueError(f"{file}: cannot be read: {error.strerror}; give a file that you may read") from error
+        texts = file.read_text(encoding="utf-8-sig", errors="replace").splitlines()
         found = [_line(text, f"{file}:{place}") for place, text in enumerate(texts, 1) if text.strip()]
         if reports := [each for each in found if isinstance(each, Report)]:
             files.append(file)
