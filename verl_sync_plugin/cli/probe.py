@@ -159,10 +159,8 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
         return {"line": "", "findings": [warning(check, text, remedy)]}
     try:
         program, (name, overrides) = module.rpartition(".")[2], parse(words)
-        hydra.version.setbase(None)  # as verl
         GlobalHydra.instance().clear()
-        sys.argv = [f"{program}.py"]  # what Hydra names the job after
-        with hydra.initialize_config_dir(str(verl_configs()), job_name=program, version_base=None):
+        with hydra.initialize_config_dir(str(verl_configs()), job_name=program, version_base=None):  # as verl
             config = hydra.compose(name, overrides)
         line = apply_keys(config, overrides, program)
         if line == OFF:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ValueError(f"{error}: the page is drawn by matplotlib; pip install matplotlib") from error
     except OSError as error:
-        raise ValueError(f"{error}; name another place, or mend that") from error
+        raise ValueError(f"{error}; name another place") from error
     print(f"{page}: {len(found.syncs)} syncs, {found.source}")
     return 0
 
@@ -120,8 +120,7 @@ class Sync:
         return self.stages["phase"]
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """At least one sync, in order; and in words, which run of which files it is."""
 
     syncs: list[Sync]
