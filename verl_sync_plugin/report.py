@@ -35,15 +35,13 @@ ACTIVE = "sync/active"  # the metric that stock verl never has: 1 in every step 
 METRICS: dict[Callable[[Iterator[float]], float], tuple[str, ...]] = {
     sum: ("bytes",),
     max: (
-        *("buckets", "bucket_bytes", "emptied_caches", "released_bytes", "tensors", "weight_version"),
-        *("peak_device_bytes", "peak_host_bytes", "coverage_expected", "coverage_missing", "activation_bytes"),
-        "not_comparable",
+        "buckets", "bucket_bytes", "tensors", "weight_version", "emptied_caches", "released_bytes", "peak_device_bytes",
+        "peak_host_bytes", "coverage_expected", "coverage_missing", "activation_bytes", "not_comparable",
     ),
     min: ("gigabytes_per_second", "in_place", "verified_tensors", "replayed_tensors"),
-}
+}  # fmt: skip
 
-_with_versions: set[str] = set()  # files in which this process has named its versions
-_said: set[str] = set()  # what this process has said once
+_said: set[str] = set()  # what this process has said once; report files in which it has named its versions
 
 
 @dataclass
@@ -162,12 +160,12 @@ def write_report(report: SyncReport) -> None:
     if not path:
         return
     line: dict[str, Any] = {"event": EVENT, **report.as_dict()}
-    if path not in _with_versions:
+    if path not in _said:
         line["versions"] = {package: found for package in compat.STACK if (found := compat.version_of(package))}
     try:
         with open(path, "a") as file:
             file.write(json.dumps(line) + "\n")
-        _with_versions.add(path)
+        _said.add(path)
     except OSError as error:  # the weights are in place; a lost line must not end the run
         say(f"{REPORT_FILE_VARIABLE}={path}: the report of this sync is not written: {error}")
 
@@ -195,8 +193,7 @@ def trainer_metrics(report: Mapping[str, Any]) -> dict[str, float]:
     """Metrics of a sync that a trainer rank without an engine knows, from its report: ``timing_s/sync/...`` too."""
     timing = {f"timing_s/{name}": value for name, value in timing_of([report]).items()}
     # of these it would report zeros that say nothing
-    names = ("activation_bytes", "coverage_expected", "coverage_missing", "replayed_tensors")
-    unknown = {f"sync/{name}" for name in names}
+    unknown = ("sync/activation_bytes", "sync/coverage_expected", "sync/coverage_missing", "sync/replayed_tensors")
     return {**timing, **{name: value for name, value in metrics_of([report]).items() if name not in unknown}}
 
 

@@ -34,10 +34,13 @@ ROOT = Path(__file__).resolve().parents[2]
 SGLANG, ROLLOUT = "actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout"
 COMMAND = f"python -m verl.trainer.main_ppo {SGLANG} actor_rollout_ref.actor.strategy=fsdp2 {ROLLOUT}.dtype=bfloat16"
 POLICY, MODULES, PLATFORM = "VERL_USE_EXTERNAL_PLUGINS", "VERL_USE_EXTERNAL_MODULES", "VERL_PLATFORM"
-real = pytest.mark.timeout(400)
 
 
-@pytest.mark.slow
+def real(test: Any) -> Any:
+    """Marks what starts processes of the doctor's own."""
+    return pytest.mark.slow(pytest.mark.timeout(400)(test))
+
+
 @real
 def test_healthy_stack_is_ready(tmp_path: Path, tiny_model: Any) -> None:
     """Checks a whole pasted command whose model is there, in the quickstart's environment."""
@@ -61,51 +64,32 @@ def test_healthy_stack_is_ready(tmp_path: Path, tiny_model: Any) -> None:
     assert [word for word in sorted(words) if f"`{word}`" not in text] == [], "they are documented"
 
 
-FIRST = 'from verl.workers.rollout.base import _ROLLOUT_REGISTRY as known; known["sglang", "async"] = "other_plugin.A"'
-LATER = """
-    import wrapt
-
-    def later(_):
-        from verl.workers.rollout.base import _ROLLOUT_REGISTRY as known; known["sglang", "async"] = "other_plugin.A"
-
-    wrapt.register_post_import_hook(later, "verl_sync_plugin.hooks.engines")
-    """
-TAKEN, BROKEN = "already taken by 'other_plugin.A'", "ImportError: broken on purpose"
-LEAVE_OUT, AGAIN = "Uninstall one of the two plugins", "pip install --force-reinstall"
+TAKES = 'from verl.workers.rollout.base import _ROLLOUT_REGISTRY as known; known["sglang", "async"] = "other_plugin.A"'
+LATER = f'import wrapt; wrapt.register_post_import_hook(lambda _: exec({TAKES!r}), "verl_sync_plugin.hooks.engines")'
+TAKEN, LEAVE_OUT = "already taken by 'other_plugin.A'", "Uninstall one of the two plugins"
+BROKEN, AGAIN = "ImportError: broken on purpose", "pip install --force-reinstall"
 
 
-@pytest.mark.slow
 @real
-def test_a_plugin_that_is_not_loaded_and_no_cluster(tmp_path: Path) -> None:
-    path = first_in_path(other_plugin(tmp_path, FIRST))
-    told = doctor(tmp_path, "--ray", "127.0.0.1:1", "--", SGLANG, PYTHONPATH=path)
-    assert told.code == 1 and told.bad == dict.fromkeys(("import", "ray"), "problem")
-    assert TAKEN in told.findings["import"]["text"] and LEAVE_OUT in told.findings["import"]["remedy"]
+@pytest.mark.parametrize(
+    ("other", "code", "check", "text", "remedy"),
+    [
+        (other_plugin, TAKES, "import", TAKEN, LEAVE_OUT),
+        (other_plugin, LATER, "hook/rollout-config", TAKEN, LEAVE_OUT),
+        (broken, "rollouts/sglang/loader.py", "hook/engine-loader", BROKEN, AGAIN),
+        pytest.param(broken, "compat.py", "import", BROKEN, AGAIN, marks=pytest.mark.extended),
+    ],
+)
+def test_another_plugin_or_a_broken_module(
+    other: Callable[..., Path], code: str, check: str, text: str, remedy: str, tmp_path: Path
+) -> None:
+    words = ["--", SGLANG] if check == "import" else []
+    told = doctor(tmp_path, "--ray", "127.0.0.1:1", *words, PYTHONPATH=first_in_path(other(tmp_path, code)))
+    assert told.code == 1 and told.bad == {check: "problem", "ray": "problem"}
+    assert text in told.findings[check]["text"] and remedy in told.findings[check]["remedy"]
     assert "127.0.0.1:1" in told.findings["ray"]["text"] and "ray start --head" in told.findings["ray"]["remedy"]
-    assert told.found["nodes"][0]["run"]["line"] == "not looked at, since verl does not load the plugin here"
-
-
-@pytest.mark.slow
-@real
-def test_hooks_that_are_not_active(tmp_path: Path) -> None:
-    """Covers a hook that another plugin took later, and a broken module of ours."""
-    taken, ours = first_in_path(other_plugin(tmp_path, LATER)), broken(tmp_path, "rollouts/sglang/loader.py")
-    for path, check, text, remedy in (
-        (taken, "hook/rollout-config", TAKEN, LEAVE_OUT),
-        (first_in_path(ours), "hook/engine-loader", BROKEN, AGAIN),
-    ):
-        told = doctor(tmp_path, PYTHONPATH=path)
-        assert told.code == 1 and told.bad == {check: "problem"}
-        assert text in told.findings[check]["text"] and remedy in told.findings[check]["remedy"]
-
-
-@pytest.mark.slow
-@pytest.mark.extended
-@real
-def test_a_broken_plugin_is_to_be_installed_again(tmp_path: Path) -> None:
-    told = doctor(tmp_path, PYTHONPATH=first_in_path(broken(tmp_path, "compat.py")))
-    assert told.code == 1 and told.bad == {"import": "problem"}
-    assert BROKEN in told.findings["import"]["text"] and AGAIN in told.findings["import"]["remedy"]
+    run = told.found["nodes"][0]["run"]
+    assert not words or run["line"] == "not looked at, since verl does not load the plugin here"
 
 
 # In this process, on a machine of two GPUs; what would be processes of the doctor's own is done here
@@ -133,10 +117,9 @@ def tell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
             return SimpleNamespace(returncode=bool(ipc), stderr=ipc.encode())
 
         def version(package: str) -> str:
-            found = known[package] if package in known else installed(package)
-            if found is None:
+            if known.get(package, "") is None:
                 raise importlib.metadata.PackageNotFoundError
-            return found
+            return known.get(package) or installed(package)
 
         with monkeypatch.context() as patch:
             for name, value in {
@@ -145,8 +128,7 @@ def tell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
             }.items():  # fmt: skip
                 patch.setattr(torch.cuda, name, lambda *_, value=value: value)
             patch.setattr(torch.version, "cuda", cuda)
-            staging = SimpleNamespace(memory=torch.zeros(1), export=str)
-            patch.setattr(memory, "CudaIpcStaging", lambda *_: staging)
+            patch.setattr(memory, "CudaIpcStaging", lambda *_: SimpleNamespace(memory=torch.zeros(1), export=str))
             patch.setattr(shutil, "which", lambda name: "/bin/nvidia-smi" if driver else None)
             patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=shm[0], free=shm[1]))
             patch.setattr(resource, "getrlimit", lambda of: (nofile, nofile))
@@ -205,7 +187,7 @@ PROBLEM, WARNING = "problem", "warning"
             )
             for version in versions
         ),
-        ({"versions": {"sglang": "0.5.9"}}, "version/sglang", PROBLEM, "0.5.12 or newer is needed", "sglang==0.5.12"),
+        ({"versions": {"sglang": "0.5.9"}}, "version/sglang", PROBLEM, "sglang>=0.5.12 is needed", "sglang==0.5.12"),
         ({"says": "0.8.0"}, "version/verl", PROBLEM, "the code that is imported says 0.8.0", "keep one installation"),
     ],
 )  # fmt: skip
@@ -221,18 +203,13 @@ def test_a_machine_and_an_environment(
 
 def test_a_hook_that_fails(tell: Callable[..., Told], monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers hides what stops an import of its own. Hooks of the engine need a GPU to be judged."""
-
-    def fails() -> None:
-        try:
-            raise RuntimeError("nms")
-        except RuntimeError as error:
-            raise ModuleNotFoundError("Could not import module 'A'") from error
-
+    error = ModuleNotFoundError("Could not import module 'A'")
+    error.__cause__ = RuntimeError("nms")
     monkeypatch.setattr(sglang, "LOADER_MODULE", "no.such.module")
     told = tell()
     assert told.bad == {"hook/engine-loader": WARNING}
     assert "on a node with GPUs" in told.findings["hook/engine-loader"]["remedy"]
-    monkeypatch.setattr(base, "refuse_other_engines", fails)
+    monkeypatch.setattr(base, "refuse_other_engines", mock.Mock(side_effect=error))
     found = (told := tell()).findings["hook/training-engines"]
     assert told.bad == {"hook/training-engines": PROBLEM}, "one cause is one finding"
     assert "import module 'A' (because of RuntimeError: nms)" in found["text"] and AGAIN in found["remedy"]
@@ -280,11 +257,14 @@ def test_a_cluster_whose_nodes_differ(tell: Callable[..., Any], monkeypatch: pyt
         ("actor_rollout_ref.actor.strategy=veomni", PROBLEM, "weight sync NOT IN USE", "leave that key out"),
         (f"{ROLLOUT}.custom.sync.enabled=False", WARNING, "stock verl moves the weights", "leave out"),
         ("actor_rollout_ref.model.path=/no/such/model", WARNING, "no such folder", "correct the path"),
+        ("actor_rollout_ref.model.path=null", WARNING, "no such folder", "correct the path"),
         ("+sync=colocated", "", "", ""),  # and no word of verl's default model, which nobody named
         ("actor_rollout_ref.model.path=Nobody/model", WARNING, "is not known here", "hf download Nobody/model"),
         # whole commands
         ("python3 -m verl.trainer.main_ppo --config-name ppo_megatron_trainer ~trainer.logger", "", "", ""),
-        ("x/main_generation_server.py -cn ppo_trainer.yaml", WARNING, "stock verl moves the weights", "leave out"),
+        ("x/verl/trainer/main_generation_server.py -cn ppo_trainer.yaml", WARNING, "stock verl moves the", "leave out"),
+        ("A=1 python3 -u verl/trainer/main_ppo.py +x=y.py", "", "", ""),
+        ("python3 -m verl.experimental.x.main_ppo --config-path x rollout.nnodes=1", WARNING, "not checked", "alone"),
     ],
 )
 def test_overrides(words: str, level: str, text: str, remedy: str, tell: Callable[..., Told]) -> None:
@@ -298,11 +278,8 @@ def test_overrides(words: str, level: str, text: str, remedy: str, tell: Callabl
 
 def test_prove_lacks_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """Fails a check with a remedy."""
-    (tmp_path / "config.json").write_text("{}")
-
-    def full(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.02 GiB.")
-
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}')
+    full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.02 GiB."))
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", full)
     assert main(["prove", str(tmp_path)]) == 1
     row, _, last = capsys.readouterr().out.splitlines()[-3:]
@@ -312,15 +289,22 @@ def test_prove_lacks_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("config", "world", "words", "why"),
     [
-        (["nowhere"], "no folder with a config.json"),
-        ([".", "--syncs", "0"], "--syncs 0: use 1 or more"),
-        ([".", "--tp", "2"], "torchrun --nproc-per-node 2"),
+        (None, "1", [], "no folder with a config.json; download the checkpoint"),
+        ("{", "1", [], "is not a valid JSON file"),
+        ("{}", "x", [], "--tp 1 with WORLD_SIZE=x: start"),
+        ("{}", "1", ["--tp", "2"], "torchrun --nproc-per-node 2"),
+        ("{}", "1", ["--syncs", "0"], "--syncs 0: use 1 or more"),
     ],
 )
-def test_refused(words: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text("{}")
+def test_refused(
+    config: str | None, world: str, words: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    monkeypatch.setenv("WORLD_SIZE", world)
     with pytest.raises(SystemExit) as ended:
-        main(["prove", *[str(tmp_path) if word == "." else word for word in words]])
+        main(["prove", str(tmp_path), *words])
     assert ended.value.code == 2 and why in capsys.readouterr().err

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks what a sync reports, and what ``verl-sync report`` makes of old versions, several runs and broken files."""
 
+import codecs
 import html
 import json
 import re
@@ -20,8 +21,6 @@ from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, View
 from verl_sync_plugin.report import MAX_SPANS, PHASE_STAGES, REPORT_FILE_VARIABLE, SyncReport, progress, progress_line
 from verl_sync_plugin.transport.protocol import ALL
-
-GIB = 2**30
 
 
 def report(**changes: Any) -> SyncReport:
@@ -109,21 +108,19 @@ def test_a_long_sync_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys:
 def line(step: int, rank: int = 0, pid: int = 7, **changes: Any) -> dict[str, Any]:
     """A report of this version: of a sync that read in place, 10 s after the one before."""
     start = 1000.0 + 10 * step
+    stages = {
+        "sleep": 0.125,
+        "update_weights": 0.25 + step / 16 + rank / 64,
+        "resume_kv": 0.03125,
+        "engine_load": 0.125,
+    }
     report = SyncReport(
-        step, "FSDP2SGLangShardingManager", nbytes=16_000_000_000, tensors=339, delivery="in place", hashed_tensors=339,
+        step, "FSDP2SGLangShardingManager", "in place", stages, nbytes=16_000_000_000, tensors=339, hashed_tensors=339,
         verified_tensors=339,
-        stages={
-            "sleep": 0.125, "update_weights": 0.25 + step / 16 + rank / 64, "resume_kv": 0.03125, "engine_load": 0.125,
-        },
-        device_used_bytes={"asleep": 50 * GIB, "weights": 58 * GIB, "awake": 95 * GIB},
         origin={"host": f"node{rank // 8}", "pid": pid, "rank": rank, "device": "NVIDIA H200", "epoch": 1.79e9,
                 "ranks": 8, "engine": "SGLang", "trainer": "FSDP2", "model": "Tiny-7B"},
-        spans=[
-            ("connect", start + 0.0625, 0.0625),
-            ("engine_load", start + 0.125, 0.125),
-            ("update_weights", start, 0.25 + step / 16),
-            ("resume_kv", start + 1.5, 0.03125),
-        ],
+        spans=[("connect", start + 0.0625, 0.0625), ("engine_load", start + 0.125, 0.125),
+               ("update_weights", start, 0.25 + step / 16), ("resume_kv", start + 1.5, 0.03125)],
     )  # fmt: skip
     return {"event": "sync_report", **report.as_dict(), **changes}
 
@@ -187,7 +184,7 @@ def test_figures_are_those_of_the_file_and_nothing_points_elsewhere(tmp_path: Pa
     ],
 )
 def test_the_verdict_says_what_is_wrong_and_what_is_proven(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
-    changed = line(1, device_used_bytes={}, manager="<script>", spans=[('"><script>', 1.0, 1.0)], **changes)
+    changed = line(1, manager="<script>", spans=[('"><script>', 1.0, 1.0)], **changes)
     page = page_of(written(tmp_path, line(0), changed))
     level, _, words = said.partition(": ")
     assert f'<p class="{level}">' in page.markup and f"; {words}." in page.text and "<script" not in page.markup
@@ -199,8 +196,7 @@ def test_the_slowest_of_several_ranks_counts(tmp_path: Path) -> None:
     written(tmp_path, *(line(step, 8) for step in range(3)), name="a.jsonl")
     written(tmp_path / "inner", *(line(step, 0) for step in range(3)), name="b.jsonl")
     written(tmp_path, {"event": "another"}, name="c.jsonl")
-    (elsewhere := tmp_path / "elsewhere").mkdir()
-    slower = written(elsewhere, *(line(step, 16) for step in range(3)), name="other")
+    slower = written(tmp_path, *(line(step, 16) for step in range(3)), name="other")
     page = page_of(tmp_path, "--against", str(slower))
     assert [cells[0] for cells in page.cells["syncs"][1:]] == ["0", "1", "2"]
     assert page.row("numbers", "update_weights") == ["0.38 s", "0.47 s", "0.50 s", "0.59 s"]
@@ -235,10 +231,13 @@ def test_a_leaders_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 def test_of_several_runs_in_a_file_the_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = [line(step) for step in range(5)], [line(step, pid=8) for step in range(4, 6)]
-    file = written(tmp_path, *first, *second, *(line(step, pid=9) for step in range(3)), json.dumps(line(3))[:70])
+    broken = json.dumps(line(3))[:70], json.dumps(line(3, stages={"sleep": float("nan")}))
+    file = written(tmp_path, *first, *second, *(line(step, pid=9) for step in range(3)), *broken)
+    file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
     page = page_of(file)
     assert len(page.cells["syncs"]) == 4 and "run 3 of 3" in page.text
-    assert "reports.jsonl:11" in page.text and "reports.jsonl:11" in capsys.readouterr().out, "a line cut short"
+    named = f"no JSON: {file}:11, {file}:12"
+    assert named in page.text and named in capsys.readouterr().out, "a line cut short, and one with NaN"
     page = page_of(file, "--run", "2")
     assert [cells[0] for cells in page.cells["syncs"][1:]] == ["4", "5"]
 
@@ -253,14 +252,24 @@ GOOD = json.dumps(line(0)).encode()
         (None, [], f"no such file or folder; .*{HOW_TO}"),
         (b"\x00\xff\x93NUMPY", [], f"no sync reports in it; .*{HOW_TO}"),
         (b'{"event": "another"}\n', [], "no sync reports in it"),
-        (b'\n{"event": "sync_report", "stages": 3}\n', [], r"file:2: Expected `object`.*; remove that line"),
-        (b'{"event": "sync_report", "stages": {"sleep": 1}}\n', [], "file:1: it does not say who wrote it"),
+        (b'\n{"event": "sync_report"}\n', [], "file:2: .* `origin`; remove that line, .*of an old version"),
+        *(
+            (GOOD + b"\n" + re.sub(*change, GOOD), [], f"file:2: {said}; remove that line")
+            for change, said in (
+                ((b'"rank": 0, ', b""), r"Object missing required field `rank` - at `\$.origin`"),
+                ((b'"device": "[^"]*"', b'"device": ""'), r".* - at `\$.origin.device`"),
+                ((b'"epoch": [^,]*', b'"epoch": "x"'), r"Expected `float`, got `str` - at `\$.origin.epoch`"),
+                ((b'"epoch": [^,]*', b'"epoch": 1e300'), r".* - at `\$.origin.epoch`"),
+                ((b'"spans": .*]', b'"spans": []'), r".* - at `\$.spans`"),
+            )
+        ),
         (GOOD, ["--out", "{}/nowhere/page.html"], "name another place"),
         (GOOD, ["--run", "2"], "use --run 1 to 1"),
         (GOOD, ["--trace", "{}/t.json", "--step", "3"], "there are steps 0 to 0"),
         (GOOD, ["--step", "3"], "--trace OUT.json"),
         (GOOD, [], "pip install matplotlib"),
     ],
+    ids=lambda value: str(value)[-40:],
 )
 def test_what_cannot_be_done_is_one_line_with_a_remedy(
     content: bytes | None, options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

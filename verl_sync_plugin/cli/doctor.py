@@ -20,8 +20,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from platform import python_version
@@ -31,7 +31,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_version
 from packaging.version import InvalidVersion
 
-from verl_sync_plugin import build
+from verl_sync_plugin import build, version_of
 
 OK, WARNING, PROBLEM = LEVELS = ("ok", "warning", "problem")  # from harmless to grave
 SCHEMA = 2  # of the JSON; raised when a key changes its meaning or goes
@@ -46,13 +46,11 @@ PACKAGES = (
 # Where nodes must have the same: what travels between their processes, or is computed alike on all
 SAME_EVERYWHERE = (PLUGIN, "python", "verl", "sglang", "torch", "transformers", "ray", "megatron-core")
 TRIED_SGLANG = ">=0.5.12,<=0.5.23,!=0.5.15,!=0.5.16,!=0.5.17,!=0.5.18,!=0.5.19"  # docs/releases.md
-# What the plugin is made for, the same in words, what of that its tests ran with, and the remedy for anything else
+# What the plugin is made for, what of that its tests ran with, and the remedy for anything else
 RANGES = {
-    "verl": (">=0.9,<0.11", "verl 0.9 or newer, and older than 0.11,", ">=0.9,<=0.9.1", "pip install verl==0.9.1"),
-    "sglang": (
-        ">=0.5.12", "sglang 0.5.12 or newer", TRIED_SGLANG, "pip install sglang==0.5.12, which verl 0.9.1 names itself",
-    ),
-}  # fmt: skip
+    "verl": (">=0.9,<0.11", ">=0.9,<=0.9.1", "pip install verl==0.9.1"),
+    "sglang": (">=0.5.12", TRIED_SGLANG, "pip install sglang==0.5.12, which verl 0.9.1 names itself"),
+}
 ALLOCATOR_VARIABLES, CUMEM = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), "NCCL_CUMEM_ENABLE"
 SHM, LEAST_SHM_GIB = Path("/dev/shm"), 1.0  # Docker gives 64 MiB; NCCL and Ray's object store need more
 LEAST_FILES = 4096  # Ray warns below 65536; SGLang, Ray and the connections of a sync together need thousands
@@ -63,23 +61,17 @@ import verl_sync_plugin.transport.memory as cuda_ipc
 flat = cuda_ipc.open_staging(pickle.load(sys.stdin.buffer))
 assert int(flat.sum().item()) == flat.numel() * 0x5A, "read other bytes than were written"
 """
+Finding = dict[str, str]
 Versions = Mapping[str, str | None]
 
 
-@dataclass(frozen=True)
-class Finding:
+def finding(level: str, check: str, text: str, remedy: str = "") -> Finding:
     """One line of the doctor's, by docs/doctor.md. ``remedy`` is empty where nothing is to be done."""
-
-    level: str
-    check: str
-    text: str
-    remedy: str = ""
-
-    def __post_init__(self) -> None:
-        assert self.level in LEVELS and (self.remedy or self.level == OK), self
+    assert remedy or level == OK, text
+    return {"level": level, "check": check, "text": text, "remedy": remedy}
 
 
-ok, warning, problem = (partial(Finding, level) for level in LEVELS)
+ok, warning, problem = (partial(finding, level) for level in LEVELS)
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -101,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.ray is not None:
         try:
             nodes += check_cluster(arguments.ray)
-            between = differences([(str(each["node"]), each["versions"]) for each in nodes if each["versions"]])
+            between = differences({each["node"]: each["versions"] for each in nodes if each["versions"]})
         except ConnectionError as error:
             remedy = "ray start --head, or give its address: --ray HOST:6379"
             between = [problem("ray", f"no Ray cluster at {error}", remedy)]
@@ -113,54 +105,42 @@ def run(arguments: argparse.Namespace) -> int:
 def check_node(overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Looks at this machine and environment. Returns a node of the JSON (docs/doctor.md) but for name and address."""
     versions, machine = installed(), read_machine()
-    platform = platform_of(os.environ.get(PLATFORM), machine)
-    probed = probe(overrides, platform)
-    found = [*check_versions(versions, {"verl": probed["verl"]}), *check_entry_points()]
+    platform = os.environ.get(PLATFORM, "").strip().lower()
+    # The quickstart's environment needs no variable
+    if not (platform or machine["gpus"] or machine["torch_device"]) and version_of(CPU_STACK):
+        platform = "cpu"
+    probed = probe(overrides, {PLATFORM: platform} if platform else {})
+    found = [*check_versions(versions, probed["verl"]), *check_entry_points()]
     # What keeps verl from loading the plugin explains by itself why it is not loaded
-    explained = any(each.level == PROBLEM and each.check != "version/sglang" for each in found)
-    found += [Finding(**each) for each in probed["findings"] if not (explained and each["text"] == NOT_LOADED)]
+    explained = any(each["level"] == PROBLEM and each["check"] != "version/sglang" for each in found)
+    found += [each for each in probed["findings"] if not (explained and each["text"] == NOT_LOADED)]
     found += check_machine(machine, platform == "cpu")
     if machine["gpus"] and versions["torch-memory-saver"] is None:
         text = "torch-memory-saver is not installed: the engine cannot give its memory to the trainer"
         found.append(problem("version/torch-memory-saver", text, "pip install torch-memory-saver"))
     lint = probed["run"] or {"line": "not looked at, since verl does not load the plugin here", "findings": []}
-    found += [Finding(**each) for each in lint["findings"]]
-    run = lint if overrides else None
-    return {"versions": versions, "machine": machine, "run": run, "findings": [asdict(each) for each in found]}
-
-
-def platform_of(given: str | None, machine: Mapping[str, Any]) -> str:
-    """``VERL_PLATFORM`` of the probe: as given, or ``cpu`` in the quickstart's environment, where torch has no CUDA."""
-    if given or machine["gpus"] or machine["torch_device"]:
-        return (given or "").strip().lower()
-    return "cpu" if _version(CPU_STACK) else ""
+    found += lint["findings"]
+    return {"versions": versions, "machine": machine, "run": lint if overrides else None, "findings": found}
 
 
 def installed() -> dict[str, str | None]:
     """The version of each package, ``None`` where it is not installed; the plugin's with its commit."""
-    return {PLUGIN: build(), "python": python_version(), **{package: _version(package) for package in PACKAGES}}
+    return {PLUGIN: build(), "python": python_version(), **{name: version_of(name) or None for name in PACKAGES}}
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def check_versions(versions: Versions, imported: Versions) -> Iterator[Finding]:
-    """Judges the versions of the packages' metadata, and the ``__version__`` of what a fresh process imports."""
-    for package, (accepted, needed, tried, remedy) in RANGES.items():
+def check_versions(versions: Versions, imported: str | None) -> Iterator[Finding]:
+    """Judges the versions of the packages' metadata, and the ``__version__`` of the verl that a process imports."""
+    for package, (accepted, tried, remedy) in RANGES.items():
         check, version = f"version/{package}", versions[package]
         if version is None:
             yield problem(check, f"{package} is not installed", remedy)
             continue
-        code = imported.get(package) or version
+        code = imported if package == "verl" and imported else version
         if len({canonicalize_version(each).partition("+")[0] for each in (version, code)}) > 1:  # but for local labels
             text = f"the metadata of {package} say {version}, and the code that is imported says {code}"
             yield problem(check, text, f"keep one installation of {package}: {remedy}")
         if not _within(accepted, version):
-            yield problem(check, f"{package} {version}: {needed} is needed", remedy)
+            yield problem(check, f"{package} {version}: {package}{accepted} is needed", remedy)
         elif not _within(tried, version):
             text = f"{package} {version} is within {accepted}, and was not tried ({package}{tried} was)"
             yield warning(check, text, f"run a few steps and look at sync/coverage_missing, or {remedy}")
@@ -195,27 +175,26 @@ def check_entry_points() -> Iterator[Finding]:
         yield problem("whitelist", text, f"{POLICY}={also}, or unset {POLICY}")
 
 
-def probe(overrides: Sequence[str], platform: str) -> dict[str, Any]:
-    """Runs ``probe.py`` in a fresh process with this environment; returns what it finds."""
-    environment = {**os.environ, **({PLATFORM: platform} if platform else {})}
+def probe(overrides: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Runs ``probe.py`` in a fresh process with this environment on top; returns what it finds."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "probe.json"
-        command = [sys.executable, "-m", "verl_sync_plugin.cli.probe", str(path), *overrides]
-        try:
-            ended = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
-            )
-            why = f"exit status {ended.returncode}: {_last_line(ended.stderr) or 'nothing on stderr'}"
-        except subprocess.TimeoutExpired:
-            why = f"it took more than {PROBE_SECONDS} s"
+        words = "-m", "verl_sync_plugin.cli.probe", str(path), *overrides
+        why = _failure(*words, seconds=PROBE_SECONDS, env={**os.environ, **environment})
         if path.is_file():
             return dict(json.loads(path.read_text()))
     text, remedy = f"a fresh process that imports verl ended: {why}", "look at the traceback of python -c 'import verl'"
-    return {"verl": None, "run": None, "findings": [asdict(problem("import", text, remedy))]}
+    return {"verl": None, "run": None, "findings": [problem("import", text, remedy)]}
 
 
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or [""])[-1]
+def _failure(*words: str, seconds: float, **more: Any) -> str:
+    """Runs a Python with these arguments; why that failed, empty when it did not."""
+    try:
+        ended = subprocess.run([sys.executable, *words], capture_output=True, timeout=seconds, check=False, **more)
+    except subprocess.TimeoutExpired:
+        return f"it took more than {seconds} s"
+    said = ended.stderr.decode(errors="replace").strip().splitlines() or ["nothing on stderr"]
+    return f"exit status {ended.returncode}: {said[-1]}" if ended.returncode else ""
 
 
 def read_machine() -> dict[str, Any]:
@@ -225,17 +204,14 @@ def read_machine() -> dict[str, Any]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     shm = shutil.disk_usage(SHM) if SHM.is_dir() else None
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    pairs = itertools.permutations(range(count), 2)
     # What is free is not asked: that would make a CUDA context on every GPU, where a run may need the room
     return {
         "host": os.uname().nodename,
         "driver": Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None,
         "torch_device": torch.version.cuda or torch.version.hip,
         "gpus": [torch.cuda.get_device_name(index) for index in range(count)],
-        "no_peer_access": [
-            f"{one}→{other}"
-            for one, other in itertools.permutations(range(count), 2)
-            if not torch.cuda.can_device_access_peer(one, other)
-        ],
+        "no_peer_access": [f"{a}→{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)],
         "cuda_ipc": _ipc_error() if count else None,
         "variables": {name: os.environ.get(name) for name in (*ALLOCATOR_VARIABLES, CUMEM, "CUDA_VISIBLE_DEVICES")},
         "shm_bytes": {"size": shm.total, "free": shm.free} if shm else None,
@@ -253,10 +229,7 @@ def _ipc_error() -> str:
         staging = CudaIpcStaging(torch.device("cuda", 0), 1, 1 << 20)
         staging.memory.fill_(0x5A)
         torch.cuda.synchronize(0)
-        command, export = [sys.executable, "-c", OPEN_IPC], pickle.dumps(staging.export())
-        ended = subprocess.run(command, input=export, capture_output=True, timeout=IPC_SECONDS, check=False)
-        said = _last_line(ended.stderr.decode(errors="replace")) or f"exit status {ended.returncode}"
-        return said if ended.returncode else ""
+        return _failure("-c", OPEN_IPC, seconds=IPC_SECONDS, input=pickle.dumps(staging.export()))
     except Exception as error:
         return " ".join(f"{type(error).__name__}: {error}".split())
 
@@ -343,24 +316,23 @@ def _answer(ray: Any, future: Any) -> dict[str, Any]:
         return dict(ray.get(future, timeout=NODE_SECONDS))
     except Exception as error:
         text = " ".join(str(error).split())
-        found = problem("plugin", "the plugin is not installed on this node", "pip install it there")
-        if "verl_sync_plugin" not in text or "No module named" not in text:
-            text = f"the check did not end: {type(error).__name__}: {text[-300:]}"
-            found = problem("node", text, "run verl-sync doctor on that node itself")
-        return {"versions": {}, "machine": None, "findings": [asdict(found)]}
+        why = f"the check did not end: {type(error).__name__}: {text[-300:]}"
+        found = problem("node", why, "run verl-sync doctor on that node itself")
+        if "No module named 'verl_sync_plugin" in text:
+            found = problem("plugin", "the plugin is not installed on this node", "pip install it there")
+        return {"versions": {}, "machine": None, "findings": [found]}
 
 
-def differences(nodes: Sequence[tuple[str, Versions]]) -> list[Finding]:
-    """Packages of which nodes have different versions, given name and versions of each."""
+def differences(nodes: Mapping[str, Versions]) -> list[Finding]:
+    """Packages of which nodes have different versions."""
     found = []
-    for package in dict.fromkeys(name for _, versions in nodes for name in versions):
-        there: dict[str, tuple[str, list[str]]] = {}
-        for node, versions in nodes:
-            version = versions.get(package) or "none"
-            there.setdefault(canonicalize_version(version), (version, []))[1].append(node)
+    for package in (PLUGIN, "python", *PACKAGES):
+        there = defaultdict[str, list[str]](list)
+        for node, versions in nodes.items():
+            there[canonicalize_version(versions.get(package) or "none")].append(node)
         if len(there) > 1:
             level = problem if package in SAME_EVERYWHERE else warning
-            text = "; ".join(f"{version} on {', '.join(at)}" for version, at in there.values())
+            text = "; ".join(f"{nodes[at[0]].get(package) or 'none'} on {', '.join(at)}" for at in there.values())
             remedy = f"install the same {package} on every node, or use one image"
             found.append(level(f"nodes/{package}", f"{package} differs between nodes: {text}", remedy))
     return found
@@ -368,7 +340,7 @@ def differences(nodes: Sequence[tuple[str, Versions]]) -> list[Finding]:
 
 def result(nodes: Sequence[Mapping[str, Any]], between: Sequence[Finding]) -> dict[str, Any]:
     """The whole result as plain values: of nodes, the first of which is this machine, and of none of them."""
-    every = [each.level for each in between] + [each["level"] for node in nodes for each in node["findings"]]
+    every = [each["level"] for findings in (between, *(node["findings"] for node in nodes)) for each in findings]
     return {
         "schema": SCHEMA,
         "plugin": build(),
@@ -376,8 +348,8 @@ def result(nodes: Sequence[Mapping[str, Any]], between: Sequence[Finding]) -> di
         "level": max(every, key=LEVELS.index, default=OK),
         "problems": every.count(PROBLEM),
         "warnings": every.count(WARNING),
-        "findings": [asdict(each) for each in between],
-        "nodes": list(nodes),
+        "findings": between,
+        "nodes": nodes,
     }
 
 

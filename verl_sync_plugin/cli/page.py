@@ -5,7 +5,6 @@ only where it draws."""
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -24,8 +23,6 @@ BARS = 120  # of a chart at most; of more syncs a bar stands for several
 OUTLIER = 4  # times the median of the bars: what is slower does not set the height of the chart
 _COLOURS = "#7a67c7", "#b9b2dd", "#2f7fc9", "#e0702c", "#93683a", "#d3b45c", "#9aa3ad", "#1f9484"
 STAGE_COLOURS = dict(zip(PHASE_STAGES, _COLOURS, strict=True))
-# Fields that are 0 or empty in every report of a healthy run, and what a sync did where one is not
-WRONG = {"coverage_missing": "left parameters of the engine unwritten"}
 FIELDS = (
     "tensors", "hashed_tensors", "verified_tensors", "not_comparable", "coverage_expected", "coverage_missing",
     "nbytes", "staging_bytes", "peak_device_bytes", "peak_host_bytes",
@@ -63,20 +60,21 @@ def title_of(run: Run) -> str:
 
 def _head(run: Run) -> str:
     """Says what went wrong, or how the syncs were proven, how long they took, and of which file the run is."""
-    steps = {
-        name: [sync.step for sync in run.syncs if any(getattr(report, name) for report in sync.reports)]
-        for name in (*WRONG, "hashed_tensors", "verified_tensors")
-    }
-    total, hashed, verified = len(run.syncs), len(steps["hashed_tensors"]), len(steps["verified_tensors"])
-    wrong = [f"{len(at)} from step {at[0]} on {WRONG[name]}" for name in WRONG if (at := steps[name])]
+
+    def steps(name: str) -> list[int]:
+        return [sync.step for sync in run.syncs if any(getattr(report, name) for report in sync.reports)]
+
+    total, hashed, verified = len(run.syncs), len(steps("hashed_tensors")), len(steps("verified_tensors"))
     proof = f"{'all' if hashed == total else hashed} hashed, {verified} verified in the engine"
+    proof = "all verified" if verified == total else proof
+    if wrong := steps("coverage_missing"):
+        proof = f"{len(wrong)} from step {wrong[0]} on left parameters of the engine unwritten"
     text = f"{total} syncs, median {seconds(run.median())}, slowest {seconds(run.slowest.seconds)} "
-    text += f"(step {run.slowest.step}), first {seconds(run.syncs[0].seconds)}; "
-    text += "; ".join(wrong) or ("all verified" if verified == total else proof)
+    text += f"(step {run.slowest.step}), first {seconds(run.syncs[0].seconds)}; {proof}."
     last, versions = run.syncs[-1].slowest, ", ".join(f"{name} {version}" for name, version in run.versions.items())
     source = f"{last.manager}: steps {run.syncs[0].step} to {last.global_steps}, {last.tensors} tensors, "
     source += f"{_scaled(last.nbytes, 'B')} in each. Versions: {versions or 'unknown'}. Here: {run.source}."
-    verdict = f'<p class="{"bad" if wrong else "good"}">{escape(text)}.</p>'
+    verdict = f'<p class="{"bad" if wrong else "good"}">{escape(text)}</p>'
     return f"<h1>{escape(title_of(run))}</h1>{verdict}<p>{escape(source)}</p>"
 
 
@@ -99,9 +97,7 @@ def _charts(runs: Sequence[Run]) -> str:
     run = runs[0]
     typical = min(run.later, key=lambda sync: abs(sync.seconds - run.median()))
     inside = (run.slowest, "the slowest"), (typical, "nearest to the median"), (run.syncs[0], "the first")
-    charts: list[tuple[float, Callable[[Axes], None]]] = []
-    if run.syncs[1:]:
-        charts.append((3.4, partial(_draw_syncs, runs)))
+    charts: list[tuple[float, Callable[[Axes], None]]] = [(3.4, partial(_draw_syncs, runs))] if run.syncs[1:] else []
     for sync, which in reversed({id(sync): (sync, which) for sync, which in inside}.values()):
         charts.append((0.8 + 0.22 * len(_lanes(sync)), partial(_draw_stages, sync, which)))
     heights, out = [height for height, _ in charts], io.StringIO()
@@ -114,9 +110,8 @@ def _charts(runs: Sequence[Run]) -> str:
             draw(axes)
             if axes.get_legend_handles_labels()[0]:
                 axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-        figure.savefig(out, format="svg", metadata={"Date": None})
-    text = out.getvalue()
-    return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+        figure.savefig(out, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    return "<svg" + out.getvalue().partition("<svg")[2]
 
 
 def _draw_syncs(runs: Sequence[Run], axes: Axes) -> None:
@@ -160,9 +155,8 @@ def _draw_stages(sync: Sync, which: str, axes: Axes) -> None:
     axes.set_yticks(range(len(lanes)), [f"{lane}  {seconds(total)}" for lane, total in lanes.items()])
     axes.invert_yaxis()
     axes.xaxis.set_major_formatter(seconds)
-    axes.set_title(
-        f"When the stages of step {sync.step}, {which}, ran on the reporting rank; engine_load in the engine"
-    )
+    ran = "ran on the reporting rank; engine_load in the engine"
+    axes.set_title(f"When the stages of step {sync.step}, {which}, {ran}")
 
 
 def _lanes(sync: Sync) -> dict[str, float]:

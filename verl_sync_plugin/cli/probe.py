@@ -17,7 +17,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ HOOKS = {
     "trainers": "verl.trainer.ppo.v1",
     "workers": "verl_sync_plugin.hooks.worker",
 }
+MAINS = ("verl.trainer.main_ppo", "verl.trainer.main_generation_server")  # of verl's, those whose config is ppo_trainer
 OF_THE_ENGINE = ("rollout-adapter", "rollout-replica", "engine-loader")  # hooks that import the rollout engine
 
 
@@ -60,7 +60,7 @@ def probe(overrides: Sequence[str]) -> dict[str, Any]:
             result["run"] = lint(overrides) if overrides else None
         else:
             found = [problem("import", doctor.NOT_LOADED, f"pip install the plugin, and unset {doctor.POLICY}")]
-    return {**result, "findings": [asdict(each) for each in found]}
+    return {**result, "findings": found}
 
 
 def check_hooks() -> Finding:
@@ -122,18 +122,22 @@ def _one_line(error: BaseException) -> str:
     return " ".join(f"{override or type(error).__name__}: {error}{because}".split())[:600]
 
 
-def parse(words: Sequence[str]) -> tuple[str, str, list[str]]:
-    """Reads a list of overrides, or a whole command that was pasted: file name of the main without ``.py``, name of the
-    config, Hydra's overrides. Raises ValueError for another option."""
-    rest, program = list(words[words.index("-m") + 1 :] if "-m" in words else words), "main_ppo"
-    if rest and (rest[0].startswith("verl.") or rest[0].endswith(".py")):
-        program = rest.pop(0).removesuffix(".py").replace("/", ".").rpartition(".")[2]
+def program_of(words: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Splits a whole command that was pasted, or overrides alone: the main as a module, and what follows it."""
+    for place, word in enumerate(words):
+        if "=" not in word and (word.endswith(".py") or words[place - 1 : place] == ["-m"]):
+            return word.removesuffix(".py").strip("/").replace("/", "."), words[place + 1 :]
+    return MAINS[0], words
+
+
+def parse(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Reads the name of the config and Hydra's overrides. Raises ValueError for another option."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-name", "-cn", default="ppo_trainer")
-    given, overrides = parser.parse_known_args(rest)
+    given, overrides = parser.parse_known_args(words)
     if options := [word for word in overrides if word.startswith("-")]:
         raise ValueError(f"{options[0]}: only overrides and --config-name can be checked. Leave it out.")
-    return program, given.config_name.removesuffix(".yaml"), overrides
+    return given.config_name.removesuffix(".yaml"), overrides
 
 
 def lint(words: Sequence[str]) -> dict[str, Any]:
@@ -148,12 +152,15 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
     from verl_sync_plugin.rollouts import ROLLOUTS
 
     line, check, key = "", "overrides", "actor_rollout_ref.rollout.name"
+    module, words = program_of(words)
+    if not module.endswith(MAINS):
+        remedy = f"to check them with the config of {MAINS[0]}, give them alone, without a program"
+        text = f"overrides not checked: the config of {module} may be another"
+        return {"line": "", "findings": [warning(check, text, remedy)]}
     try:
-        program, name, overrides = parse(words)
-        hydra.version.setbase(None)  # as verl
+        program, (name, overrides) = module.rpartition(".")[2], parse(words)
         GlobalHydra.instance().clear()
-        sys.argv = [f"{program}.py"]  # what Hydra names the job after
-        with hydra.initialize_config_dir(str(verl_configs()), job_name=program, version_base=None):
+        with hydra.initialize_config_dir(str(verl_configs()), job_name=program, version_base=None):  # as verl
             config = hydra.compose(name, overrides)
         line = apply_keys(config, overrides, program)
         if line == OFF:
@@ -169,7 +176,7 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
     except Exception as error:
         remedy = "correct key or value; a key that verl's config does not have is added with a + before it"
         found = [_refused(check, error, remedy)]
-    return {"line": line, "findings": [asdict(each) for each in found]}
+    return {"line": line, "findings": found}
 
 
 def check_model(config: Any, overrides: Sequence[str]) -> list[Finding]:
@@ -182,7 +189,7 @@ def check_model(config: Any, overrides: Sequence[str]) -> list[Finding]:
     if not any(override.lstrip("+").startswith(f"{key}=") for override in overrides):
         return []
     if (folder := _folder_of(path)) is None:
-        if path.startswith(("/", "./", "../", "~")):
+        if path == "None" or path.startswith(("/", "./", "../", "~")):
             return [warning("model", f"{key}={path}: there is no such folder on this machine", "correct the path")]
         text = f"{key}={path} is not on this machine, so whether it is served is not known here"
         return [warning("model", text, f"hf download {path} config.json, then ask again")]

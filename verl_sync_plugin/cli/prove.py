@@ -10,10 +10,8 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_sync_plugin.errors import RolloutError, SyncError
 from verl_sync_plugin.log import some
@@ -31,8 +29,7 @@ _MORE_ROOM = (
 Digests = list[dict[str, str]]
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """One line of the result."""
 
     check: str
@@ -67,22 +64,30 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--{option} {getattr(arguments, option)}: use 1 or more")
     if not os.path.isfile(os.path.join(model, "config.json")):
         raise ValueError(f"{model}: no folder with a config.json; download the checkpoint and name its folder")
-    if tp != (world := int(os.environ.get("WORLD_SIZE", "1"))):
+    if str(tp) != (world := os.environ.get("WORLD_SIZE", "1")):
         raise ValueError(
-            f"--tp {tp} with {world} processes: start as many as the engine has ranks, with torchrun "
+            f"--tp {tp} with WORLD_SIZE={world}: start as many as the engine has ranks, with torchrun "
             f"--nproc-per-node {tp} -m verl_sync_plugin.cli prove {model} --tp {tp}"
         )
     import torch
+    import torch.distributed as dist
 
+    from verl_sync_plugin.spmd import config_of
+
+    config_of(model)  # looks whether it is whole
     checks: list[Check] = []
     reports: list[SyncReport] = []
-    with _world():
-        try:
-            prove(arguments, checks, reports)
-        except (RolloutError, SyncError, torch.OutOfMemoryError, MemoryError) as error:  # ends the checks, as the last
-            text = " ".join(f"{error}".split()) or type(error).__name__
-            memory = isinstance(error, torch.OutOfMemoryError | MemoryError) or _OUT_OF_MEMORY.search(text)
-            checks.append(Check("the run", False, f"{text} {_MORE_ROOM}" if memory else text))
+    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if cuda := torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **alone)
+    try:
+        prove(arguments, checks, reports)
+    except (RolloutError, SyncError, torch.OutOfMemoryError, MemoryError) as error:  # ends the checks, as the last
+        text = " ".join(f"{error}".split()) or type(error).__name__
+        checks.append(Check("the run", False, f"{text} {_MORE_ROOM}" if _OUT_OF_MEMORY.search(text) else text))
+    finally:
+        dist.destroy_process_group()
     if os.environ.get("RANK", "0") == "0":
         print(table(checks, reports))
     return int(not all(check.passed for check in checks))
@@ -99,22 +104,6 @@ def table(checks: Sequence[Check], reports: Sequence[SyncReport]) -> str:
         verdict += " by the digests of all parameters; the syncs themselves compared "
         verdict += f"{compared} tensors in the engine, and could not compare {left}"
     return "\n".join([*lines, "", verdict])
-
-
-@contextmanager
-def _world() -> Iterator[None]:
-    """The process group: torchrun's, or one of this process alone."""
-    import torch
-    import torch.distributed as dist
-
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", **alone)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def prove(options: argparse.Namespace, checks: list[Check], reports: list[SyncReport]) -> None:

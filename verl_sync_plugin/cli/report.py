@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -19,6 +19,7 @@ from verl_sync_plugin.cli.page import page_of
 from verl_sync_plugin.report import EVENT, PHASE_STAGES, REPORT_FILE_VARIABLE, SyncReport
 
 PAGE = "sync-report.html"
+Seconds = Annotated[float, msgspec.Meta(ge=-1, lt=1e11)]  # of which a date can be made
 HOW_TO = (
     f"a run writes one where {REPORT_FILE_VARIABLE} names a file in the environment of its workers, for example by "
     f"+ray_kwargs.ray_init.runtime_env.env_vars.{REPORT_FILE_VARIABLE}=/shared/run/reports.jsonl"
@@ -44,26 +45,39 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.step is not None and arguments.trace is None:
         raise ValueError("--step says of which sync the trace is; say where that goes with --trace OUT.json")
     source: Path = arguments.source
-    found = read_run(source, arguments.number)
-    if arguments.trace is not None:
-        sync = found.sync_of(arguments.step)
-        _write(arguments.trace, json.dumps(trace_of(sync, found.versions)))
-        print(f"{arguments.trace}: the sync of step {sync.step}; open it in https://ui.perfetto.dev")
     try:
-        text = page_of([found, *([read_run(arguments.against)] if arguments.against else [])])
+        found = read_run(source, arguments.number)
+        if arguments.trace is not None:
+            sync = found.sync_of(arguments.step)
+            arguments.trace.write_text(json.dumps(trace_of(sync, found.versions)))
+            print(f"{arguments.trace}: the sync of step {sync.step}; open it in https://ui.perfetto.dev")
+        page = arguments.out or (source if source.is_dir() else source.parent) / PAGE
+        runs = [found, *([read_run(arguments.against)] if arguments.against else [])]
+        page.write_text(page_of(runs), encoding="utf-8")
     except ModuleNotFoundError as error:
         raise ValueError(f"{error}: the page is drawn by matplotlib; pip install matplotlib") from error
-    page = arguments.out or (source if source.is_dir() else source.parent) / PAGE
-    _write(page, text)
+    except OSError as error:
+        raise ValueError(f"{error}; name another place") from error
     print(f"{page}: {len(found.syncs)} syncs, {found.source}")
     return 0
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be written: {error.strerror}; name another place") from error
+class Origin(msgspec.Struct):
+    """What every ``origin`` has."""
+
+    host: str
+    pid: int
+    rank: int
+    device: Annotated[str, msgspec.Meta(min_length=1)]
+    epoch: Seconds
+
+
+class Line(msgspec.Struct):
+    """What a line of a report file has to have."""
+
+    origin: Origin
+    stages: dict[str, Seconds]
+    spans: Annotated[list[tuple[str, Seconds, Seconds]], msgspec.Meta(min_length=1)]
 
 
 @dataclass
@@ -106,8 +120,7 @@ class Sync:
         return self.stages["phase"]
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """At least one sync, in order; and in words, which run of which files it is."""
 
     syncs: list[Sync]
@@ -147,10 +160,7 @@ def read_run(path: Path, number: int | None = None) -> Run:
         raise ValueError(f"{path}: no such file or folder; {HOW_TO}")
     files, lines, unread = [], [], []
     for file in sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]:
-        try:
-            texts = file.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError as error:
-            raise ValueError(f"{file}: cannot be read: {error.strerror}; give a file that you may read") from error
+        texts = file.read_text(encoding="utf-8-sig", errors="replace").splitlines()
         found = [_line(text, f"{file}:{place}") for place, text in enumerate(texts, 1) if text.strip()]
         if reports := [each for each in found if isinstance(each, Report)]:
             files.append(file)
@@ -171,18 +181,16 @@ def read_run(path: Path, number: int | None = None) -> Run:
 def _line(text: str, place: str) -> Report | str | None:
     """The report in a line; its place where the line is no JSON, and ``None`` where somebody else wrote it."""
     try:
-        line = json.loads(text)
-    except ValueError:
+        line = msgspec.json.decode(text)
+    except ValueError:  # NaN, too
         return place
     if not isinstance(line, dict) or line.get("event") != EVENT:
         return None
     try:
-        report = msgspec.convert(line, Report)
-        if not (report.origin and report.spans):
-            raise msgspec.ValidationError("it does not say who wrote it and when, as lines of old versions")
+        msgspec.convert(line, Line)
+        return msgspec.convert(line, Report)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{place}: {error}; remove that line") from error
-    return report
+        raise ValueError(f"{place}: {error}; remove that line, which is broken or of an old version") from error
 
 
 def _split(lines: list[Report]) -> list[list[Sync]]:

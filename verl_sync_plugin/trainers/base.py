@@ -5,7 +5,6 @@ parameters travel. Imports none of verl's engines: each of the plugin's is impor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -233,25 +232,15 @@ def refuse_other_engines() -> None:
     """Raises RegistryConflictError where verl's registry holds somebody else's engine for one of our strategies."""
     from verl.workers.engine.base import EngineRegistry
 
-    engines = defaultdict(list)
     for strategy in TRAINERS:
         with suppress(AssertionError, ValueError):  # not installed, or not for this device
             engine: type = EngineRegistry.get_engine_cls("language_model", strategy)
-            if not any(base.__module__.startswith("verl_sync_plugin.") for base in engine.__mro__):
-                engines[engine].append(strategy)
-    for engine, strategies in engines.items():
-        cause = (
-            "where verl-sync-plugin needs its own: another plugin has taken the key. Uninstall one of the two plugins"
-        )
-        if engine.__module__.startswith("verl."):
-            cause = (
-                f"verl's own: verl-sync-plugin registers its engines for the vendors {' and '.join(VENDORS)}. "
-                f"Set VERL_ENGINE_VENDOR={VENDORS[0]} in the environment of every node"
-            )
-        raise RegistryConflictError(
-            f"verl's training engine for {', '.join(strategies)} is {engine.__module__}.{engine.__qualname__} here, "
-            f"{cause}, or {TURN_OFF}."
-        )
+            if not issubclass(engine, ShardExport):
+                raise RegistryConflictError(
+                    f"verl's training engine for {strategy} is {engine.__module__}.{engine.__qualname__} here, not "
+                    "verl-sync-plugin's. Uninstall the plugin that has taken the key; if it is verl's own, set "
+                    f"VERL_ENGINE_VENDOR={VENDORS[0]} in the environment of every node; or {TURN_OFF}."
+                )
 
 
 def refuse_plain_stream() -> NoReturn:
