@@ -4,9 +4,9 @@
 A *base* is one piece of storage that the trainer shards (an FSDP2 parameter, one inside an FSDP1 flat parameter, a
 replicated buffer): a flat array whose elements the ranks of a group own in consecutive runs. A *view* is a named HF
 tensor inside a base. A *bucket* is what travels at a time: every rank fills a segment of ``stride`` bytes with its
-runs, and the bucket is the segments one after another. So the layout is rank-major, and a tensor is the concatenation of the pieces
-its owners sent. Of a *sharded* bucket each rank keeps its own segment only, and every engine rank
-reads what it needs where it lies; another one is completed on every rank by broadcasts.
+runs, and the bucket is the segments one after another. So the layout is rank-major, and a tensor is the concatenation
+of the pieces its owners sent. Of a *sharded* bucket each rank keeps its own segment only, and every engine rank reads
+what it needs where it lies; another one is completed on every rank by broadcasts.
 """
 
 from __future__ import annotations
