@@ -207,6 +207,19 @@ def as_stock(rollout: DictConfig, sync: Any = None) -> None:
     assert {**found, "name": None} == {**stock, "name": None}
 
 
+@pytest.mark.parametrize(("first", "second", "mine"), [("OWN", "VERLS", 42), ("VERLS", "OWN", None)])
+def test_a_rollout_config_of_the_users_counts_where_it_does_for_stock_verl(
+    first: str, second: str, mine: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "own" / "rollout").mkdir(parents=True)
+    OmegaConf.save(OmegaConf.merge(STOCK, {"mine": 42}), tmp_path / "own" / "rollout" / "rollout.yaml")
+    folders = {"OWN": f"file://{tmp_path}/own", "VERLS": "pkg://verl.trainer.config"}
+    main = {"hydra": {"searchpath": [folders[first], folders[second]]}, "defaults": ["ppo_trainer", "_self_"]}
+    OmegaConf.save(main, tmp_path / "main.yaml")
+    found = hydra_run.run(tmp_path, f"{ROLL}.name=sglang", name="main", config_dir=tmp_path).actor_rollout_ref.rollout
+    assert found.get("mine") == mine and ("sync" in (found.get("custom") or {})) is (mine is None)
+
+
 def test_what_verl_moves_has_verls_own_config(tmp_path: Path) -> None:
     as_stock(rollout_of(f"{SYNC}.enabled=False"), OFF)
     as_stock(rollout_of("actor_rollout_ref.hybrid_engine=False"), OFF)
