@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from hydra.errors import ConfigCompositionException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.utils.config import omega_conf_to_dataclass
 
 import hydra_run
@@ -38,6 +38,7 @@ REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
     *((f"{key}=5", f"{key}=5: not a mapping", f"{key}.<key>=") for key in (f"{ROLL}.engine_kwargs", SGL)),
     *((f"{ROLL}.{key}=True", f"{key}=True: not a mapping", f"{key}.<key>=") for key in ("disaggregation", "mtp")),
     (f"{ROLL}.checkpoint_engine=5", "checkpoint_engine=5: not a mapping", "checkpoint_engine.<key>="),
+    (f"{ROLL}.checkpoint_engine=null", f"{ROLL}.checkpoint_engine=None: ", "Leave it out"),
     (f"{SYNC}.timeout_seconds=???", "MissingMandatoryValue", f"{SYNC}.timeout_seconds"),
     (f"{LONG_BUCKET_KEY}=???", f"{LONG_BUCKET_KEY}=None: not a whole number", f"{LONG_BUCKET_KEY}=512"),
     # keys of the sync
@@ -174,6 +175,27 @@ def test_both_bucket_keys_say_what_the_run_uses(name: str, engine: tuple[str, ..
         raw: Any = OmegaConf.to_container(rollout_of(*engine, *overrides, name=name), resolve=False)
         assert raw["update_weights_bucket_megabytes"] == megabytes and raw["multi_stage_wake_up"] is True
         assert raw["checkpoint_engine"]["update_weights_bucket_megabytes"] == megabytes
+
+
+def test_a_checkpoint_engine_of_verls_keeps_its_bucket_and_the_plugins_is_ours() -> None:
+    separate = ("trainer.v1.trainer_mode=separate_async", f"{ROLL}.checkpoint_engine.backend=mooncake")
+    for given, ours, verls in ((), 512, STOCK_MEGABYTES), ((f"{SHORT_BUCKET_KEY}=64",), 64, 64):
+        config = config_of(*separate, *given)
+        driver.apply_keys(config, resolved=True)  # the trainer, again
+        rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+        assert (settings.bucket_of(rollout), rollout.checkpoint_engine.update_weights_bucket_megabytes) == (ours, verls)
+
+
+def test_a_config_without_our_keys_gets_our_defaults() -> None:
+    """One that is written out holds verl's, as if they were given."""
+    config, key = composed(name="_generated_ppo_trainer.yaml"), "update_weights_bucket_megabytes"
+    rollout = config.actor_rollout_ref.rollout
+    assert settings.bucket_of(omega_conf_to_dataclass(rollout)) == settings.DEFAULT_MEGABYTES
+    for lacks in (False, True):
+        with open_dict(rollout):
+            rollout.checkpoint_engine = {"backend": "naive", "engine_kwargs": {}, **({} if lacks else {key: 2048})}
+        assert driver.apply_keys(config, resolved=True) == "weight sync on"
+        assert rollout.multi_stage_wake_up and rollout.checkpoint_engine[key] == settings.DEFAULT_MEGABYTES
 
 
 @pytest.mark.parametrize("overrides", list(BUCKETS)[:3])

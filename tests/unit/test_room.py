@@ -30,7 +30,7 @@ class Trainer:
         patch.setenv("RAY_LOCAL_WORLD_SIZE", "1")
         patch.setattr(adapter, "read_device", lambda device: self)
         patch.setattr(adapter, "release_cache", lambda device: self.cached)
-        config = RolloutConfig(name="sglang", multi_stage_wake_up=True, custom=custom, max_model_len=64)
+        config = RolloutConfig(name="sglang", custom=custom, max_model_len=64)
         model: Any = SimpleNamespace(lora_rank=0, lora={})
         self.adapter: Any = SyncServerAdapter(config, model, Mock())
 

@@ -13,8 +13,9 @@ import msgspec
 
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 KEY_PREFIX = f"{ROLLOUT}.custom.sync"
-SHORT_BUCKET_KEY = f"{ROLLOUT}.update_weights_bucket_megabytes"
-LONG_BUCKET_KEY = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
+BUCKET = "update_weights_bucket_megabytes"  # the last word of both keys
+SHORT_BUCKET_KEY = f"{ROLLOUT}.{BUCKET}"
+LONG_BUCKET_KEY = f"{ROLLOUT}.checkpoint_engine.{BUCKET}"
 # verl's default of 2 GiB is too much for memory on the device, and larger buckets are hardly faster
 DEFAULT_MEGABYTES = 512
 TURN_OFF = f"set {KEY_PREFIX}.enabled=False to run stock verl"
@@ -153,3 +154,9 @@ def bucket_megabytes(short: Any, long: Any, given: bool = True) -> int:
             "Remove one of them, or give both the same value."
         )
     return size if given or short is not None else min(size, DEFAULT_MEGABYTES)
+
+
+def bucket_of(rollout: Any) -> int:
+    """``bucket_megabytes`` of verl's rollout config as a dataclass, in which verl's own default counts as not given."""
+    engine = rollout.checkpoint_engine
+    return bucket_megabytes(rollout.get(BUCKET, None), engine[BUCKET], engine[BUCKET] != type(engine)()[BUCKET])

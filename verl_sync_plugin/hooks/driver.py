@@ -17,12 +17,13 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
-from verl.workers.config import CheckpointEngineConfig, RolloutConfig
+from verl.workers.config import RolloutConfig
 
 from verl_sync_plugin import compat
 from verl_sync_plugin.config import hydra_source
 from verl_sync_plugin.config.refusals import ACTOR, MODEL, refuse_combinations, refuse_megatron_lora, refuse_values
 from verl_sync_plugin.config.settings import (
+    BUCKET,
     KEY_PREFIX,
     NOT_IN_USE,
     ROLLOUT,
@@ -32,6 +33,7 @@ from verl_sync_plugin.config.settings import (
     TURN_OFF,
     SyncConfig,
     bucket_megabytes,
+    bucket_of,
     refuse_misplaced,
     refuse_near_misses,
     section,
@@ -44,7 +46,6 @@ from verl_sync_plugin.sharding_manager import known_trainers
 
 # Mains of verl with a rollout that is never given weights
 WITHOUT_SYNC = ("main_generation_server",)
-BUCKET = "update_weights_bucket_megabytes"  # the last word of both keys
 OFF = "weight sync off, stock verl moves the weights"
 
 
@@ -157,13 +158,23 @@ def asked_for(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
 
 def apply_rollout_keys(rollout: DictConfig, resolved: bool) -> None:
     """Checks the rollout config of a run in which the plugin moves the weights, and writes its values."""
-    engine, stock = section(rollout, "checkpoint_engine", f"{ROLLOUT}.checkpoint_engine"), hydra_source.stock_rollout()
+    key, stock = f"{ROLLOUT}.checkpoint_engine", hydra_source.stock_rollout().checkpoint_engine[BUCKET]
+    if not (engine := section(rollout, "checkpoint_engine", key)):
+        raise ValueError(f"{key}=None: verl and weight sync need it. Leave it out, and {key} is verl's.")
+    ours = rollout.get("_target_") == hydra_source.TARGET  # else False and 2048 are what verl's own config holds
     with read_write(rollout), open_dict(rollout):
-        if rollout.get("_target_") == hydra_source.TARGET:
-            given = hydra_source.given(engine, BUCKET, stock.checkpoint_engine[BUCKET], resolved)
-            rollout[BUCKET] = engine[BUCKET] = bucket_megabytes(rollout.get(BUCKET), engine.get(BUCKET), given)
-            if not hydra_source.given(rollout, "multi_stage_wake_up", True):
-                rollout.multi_stage_wake_up = True
+        if BUCKET not in {*engine}:  # "???" is in it
+            engine[BUCKET] = stock
+        given = hydra_source.given(engine, BUCKET, stock, resolved or not ours)
+        short, long = rollout.pop(BUCKET, None), engine.get(BUCKET)
+        # A checkpoint engine of verl's needs room for the largest tensor: where one moves weights, its default stays
+        if given or short is not None or moves(rollout):
+            short = long = bucket_megabytes(short, long, given)
+        engine[BUCKET] = long
+        if ours:
+            rollout[BUCKET] = short
+        if not (ours and hydra_source.given(rollout, "multi_stage_wake_up", True)):
+            rollout.multi_stage_wake_up = True
     check_rollout(rollout)
     if backend_of(rollout) == SEPARATE_BACKEND:  # of all the rollout's keys, verl hands it only these
         sync = OmegaConf.to_container(OmegaConf.select(rollout, "custom.sync") or OmegaConf.create({}), resolve=True)
@@ -223,13 +234,11 @@ class SyncRolloutConfig(RolloutConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         # No driver has settled these where a program of the user's has composed the config, or a multirun
-        both = self, self.checkpoint_engine
-        short, long, stock = (getattr(each, BUCKET) for each in (*both, CheckpointEngineConfig()))
-        size = long if short is None else short
-        if is_on(self):
-            size = bucket_megabytes(short, long, long != stock)
-        for config in both:
-            object.__setattr__(config, BUCKET, size)  # they are frozen
+        short, engine = getattr(self, BUCKET), self.checkpoint_engine
+        size = bucket_of(self) if is_on(self) else engine[BUCKET] if short is None else short
+        if short is not None or moves(self):
+            for config in (self, engine):
+                object.__setattr__(config, BUCKET, size)  # they are frozen
         check_rollout(self)
         if self.name not in ROLLOUTS:
             return
