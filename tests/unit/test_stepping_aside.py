@@ -26,7 +26,7 @@ SHORT, ON, COMPOSED = f"{SHORT_BUCKET_KEY}=64", f"{KEY_PREFIX}.enabled=True", "+
 OURS = f"{ROLLOUT}.checkpoint_engine.backend=sync_plugin"
 DENSE = {"mlp_only_layers": [0]}
 QWEN2, QWEN3_MOE = "Qwen2ForCausalLM", "Qwen3MoeForCausalLM"
-Given = tuple[str, ...]
+Given, Patch = tuple[str, ...], pytest.MonkeyPatch
 
 
 def checkpoint(folder: Path, architecture: str, **config: Any) -> str:
@@ -35,6 +35,13 @@ def checkpoint(folder: Path, architecture: str, **config: Any) -> str:
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps({"architectures": [architecture], **config}))
     return f"{MODEL}.path={model}"
+
+
+def in_environment(patch: Patch, overrides: Given) -> list[str]:
+    """Sets variables of verl's; the other overrides."""
+    for name, _, value in (each.partition("=") for each in overrides if each.startswith("VERL_")):
+        patch.setenv(name, value)
+    return [each for each in overrides if not each.startswith("VERL_")]
 
 
 CASES: list[tuple[Given, str]] = [
@@ -47,6 +54,8 @@ CASES: list[tuple[Given, str]] = [
     ),
     ((f"+{ARGUMENTS}.speculative_algorithm=NEXTN",), f"{ARGUMENTS}.speculative_algorithm='NEXTN' without "),
     ((f"{ROLLOUT}.dtype=auto",), f"{ROLLOUT}.dtype='auto': "),
+    (("VERL_ENGINE_DEVICE=npu",), f"{STRATEGY}=fsdp on npu of nvidia: weight sync has engines for cuda of nvidia and"),
+    (("VERL_ENGINE_VENDOR=metax", ON_MEGATRON), f"{STRATEGY}=megatron on cuda of metax: "),
 ]
 STRATEGIES = {
     "veomni": VEOMNI, "torchtitan": "model_engine=torchtitan", "fsdp_turbo": f"{STRATEGY}=fsdp_turbo",
@@ -66,9 +75,9 @@ IN_FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1
     ],
 )
 def test_stock_verl_moves_the_weights_and_one_line_says_so(
-    overrides: Given, said: Given, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    overrides: Given, said: Given, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Patch
 ) -> None:
-    rollout = rollout_of(checkpoint(tmp_path, QWEN2), *overrides)
+    rollout = rollout_of(checkpoint(tmp_path, QWEN2), *in_environment(monkeypatch, overrides))
     assert rollout._target_ == "verl.workers.config.RolloutConfig" and rollout.custom == {"sync": {"enabled": False}}
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "[verl-sync-plugin]" in line]
     assert "weight sync NOT IN USE, stock verl moves the weights. " in line and all(each in line for each in said)
@@ -122,8 +131,10 @@ def test_stock_verl_moves_the_weights_and_one_line_says_so(
         ("LlamaForCausalLM", {"quantization_config": {"bits": 4}}, (), ("its checkpoint is quantized",)),
     ],
 )  # fmt: skip
-def test_refused(architecture: str, config: dict[str, Any], overrides: Given, said: Given, tmp_path: Path) -> None:
-    text = refused(checkpoint(tmp_path, architecture, **config), *overrides)
+def test_refused(
+    architecture: str, config: dict[str, Any], overrides: Given, said: Given, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    text = refused(checkpoint(tmp_path, architecture, **config), *in_environment(monkeypatch, overrides))
     assert all(each in text for each in said), text
 
 

@@ -8,6 +8,7 @@ resolve the config, and not all of them have loaded plugins by then.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
+from verl.utils.device import get_device_name, get_vendor
 from verl.workers.config import RolloutConfig
 
 from verl_sync_plugin import compat
@@ -30,7 +32,9 @@ from verl_sync_plugin.config.settings import (
     SEPARATE_BACKEND,
     SHORT_BUCKET_KEY,
     SWITCHED_OFF,
+    TRAINERS,
     TURN_OFF,
+    VENDORS,
     SyncConfig,
     bucket_megabytes,
     bucket_of,
@@ -130,6 +134,13 @@ def _unserved_trainer(actor_rollout_ref: Any, strategy: str, engine: str) -> str
     if strategy not in known:
         there_are = f"there are: {', '.join(known)}; register_sharding_manager adds one"
         return f"{ACTOR}.strategy={strategy}: no sharding manager moves its weights to {engine} ({there_are})"
+    device = os.environ.get("VERL_ENGINE_DEVICE") or get_device_name()
+    vendor = os.environ.get("VERL_ENGINE_VENDOR") or get_vendor()
+    if strategy in TRAINERS and (device != "cuda" or vendor not in VENDORS):
+        only = (
+            f"weight sync has engines for cuda of {' and '.join(VENDORS)} (VERL_ENGINE_VENDOR says which it is)"
+        )
+        return f"{ACTOR}.strategy={strategy} on {device} of {vendor}: {only}"
     megatron = OmegaConf.select(actor_rollout_ref, "actor.megatron") if strategy == "megatron" else None
     megatron, key = megatron or {}, f"{ACTOR}.megatron"
     if megatron.get("use_megatron_fsdp"):
