@@ -82,8 +82,7 @@ REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
     (f"{ROLL}.load_format=flash_rl", "load_format='flash_rl': ", "enabled=False"),
     # arguments of SGLang
     *((f"+{SGL}.{key}={value}", f"sglang.{key}={value!r}: ", f"{ROLL}.{ours}") for key, value, ours in (
-        ("dp_size", 2, "data_parallel_size"), ("tp_size", 4, "tensor_model_parallel_size"),
-        ("dtype", "float16", "dtype"), ("load_format", "auto", "load_format"))),
+        ("dp_size", 2, "data_parallel_size"), ("tp_size", 4, "tensor_model_parallel_size"))),
     (f"+{SGL}.model_path=/m", "sglang.model_path='/m': ", "Remove it, and set " + MODEL),
     ("+" + SGL + ".json_model_override_args='{\"quantization_config\":{}}'", "json_model_override_args=", "without"),
     *((f"+{SGL}.{key}={value}", f"sglang.{key}={value!r}: ", "Remove it") for key, value in (

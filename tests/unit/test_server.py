@@ -123,14 +123,16 @@ def make(tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> M
 
     def made(
         manager: Any, pause: str = "abort", mode: RolloutMode = RolloutMode.STANDALONE,
-        backend: str = SEPARATE_BACKEND, node_rank: int = 0,
+        backend: str = SEPARATE_BACKEND, node_rank: int = 0, starts_with: str = "",
     ) -> Any:  # fmt: skip
         engine, custom = CheckpointEngineConfig(backend=backend), {"sync": {"pause": pause}}
-        config = RolloutConfig(name="sglang", custom=custom, checkpoint_engine=engine, max_model_len=64)
+        start: dict[str, Any] = {"max_model_len": 64, "load_format": starts_with or "dummy"}
+        config = RolloutConfig(name="sglang", custom=custom, checkpoint_engine=engine, **start)
         server = SyncSGLangHttpServer(config, HFModelConfig(path=tiny_model("qwen2")), mode, [], 0, node_rank, 1, "", 0)
         server.tokenizer_manager = manager
         server.guard_requests()
-        server._gate.succeed(server._gate.begin())
+        if not starts_with:
+            server._gate.succeed(server._gate.begin())
         return server
 
     return made
@@ -154,6 +156,11 @@ async def test_the_cache_is_flushed_once_and_a_flush_that_fails_locks_the_gate(m
         await loaded(server, 9)
     with pytest.raises(RuntimeError, match="waking up after the sync failed"):
         await ask(server)
+
+
+async def test_nothing_is_generated_of_made_up_weights_and_anything_of_a_checkpoints(make: Make) -> None:
+    for starts_with, waits in (("auto", ""), ("dummy", "the engine has no synced weights: sync weights first")):
+        assert make(Manager(), **COLOCATED, starts_with=starts_with)._gate.closed == waits
 
 
 async def test_new_arguments(make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,10 @@ CASES: list[tuple[Given, str]] = [
     ),
     ((f"+{ARGUMENTS}.speculative_algorithm=NEXTN",), f"{ARGUMENTS}.speculative_algorithm='NEXTN' without "),
     ((f"{ROLLOUT}.dtype=auto",), f"{ROLLOUT}.dtype='auto': "),
+    *(
+        ((f"+{ARGUMENTS}.{key}={value}",), f"{ARGUMENTS}.{key}={value!r}: weight sync goes by {ROLLOUT}.{key}=")
+        for key, value in (("dtype", "float16"), ("load_format", "auto"))
+    ),
     (("VERL_ENGINE_DEVICE=npu",), f"{STRATEGY}=fsdp on npu of nvidia: weight sync has engines for cuda of nvidia and"),
     (("VERL_ENGINE_VENDOR=metax", ON_MEGATRON), f"{STRATEGY}=megatron on cuda of metax: "),
 ]

@@ -137,9 +137,7 @@ def _unserved_trainer(actor_rollout_ref: Any, strategy: str, engine: str) -> str
     device = os.environ.get("VERL_ENGINE_DEVICE") or get_device_name()
     vendor = os.environ.get("VERL_ENGINE_VENDOR") or get_vendor()
     if strategy in TRAINERS and (device != "cuda" or vendor not in VENDORS):
-        only = (
-            f"weight sync has engines for cuda of {' and '.join(VENDORS)} (VERL_ENGINE_VENDOR says which it is)"
-        )
+        only = f"weight sync has engines for cuda of {' and '.join(VENDORS)} (VERL_ENGINE_VENDOR says which it is)"
         return f"{ACTOR}.strategy={strategy} on {device} of {vendor}: {only}"
     megatron = OmegaConf.select(actor_rollout_ref, "actor.megatron") if strategy == "megatron" else None
     megatron, key = megatron or {}, f"{ACTOR}.megatron"

@@ -71,16 +71,12 @@ REFUSED: Rows = {
 }
 # What a launched SGLang resolved where verl's ``rollout.quantization`` is fp8
 IN_FP8: Rows = {**REFUSED, "quantization": (only("fp8"), UNSERVED), "json_model_override_args": (but(None), UNSERVED)}
-SAME_KEYS = ("dtype", "load_format")  # which verl has, too
+SAME_KEYS = ("dtype", "load_format")  # which verl has, too; SGLang's own wins
 # Arguments that verl finds out by itself, or by a key that verl and the plugin read
 VERLS_OWN: Rows = {
     "model_path": (only(None), "verl sets it by itself. Remove it, and set actor_rollout_ref.model.path"),
     "nnodes": (only(None, 1), "verl sets it by itself. Remove it: verl counts the nodes of an engine"),
     "tp_size": (only(None), f"verl multiplies two keys. Remove it, and set {ROLLOUT}.tensor_model_parallel_size"),
-    **{
-        key: (only(None), f"{ROLLOUT}.{key} says otherwise, and verl and the plugin go by that. Set it instead")
-        for key in SAME_KEYS
-    },
 }
 NO_DRAFT_MODEL = "NGRAM"  # the ``speculative_algorithm`` that drafts from tokens it has seen
 DRAFT = "speculative_draft_model_path"
@@ -134,9 +130,8 @@ def refuse_keys(rollout: Any) -> None:
     refuse_arguments({"load_format": rollout.get("load_format", None)}.get, ROLLOUT, TURN_OFF)
     refuse_arguments(given.get, ARGUMENTS, TURN_OFF)
     ranks = (rollout.get("tensor_model_parallel_size", None) or 1) * (rollout.get("data_parallel_size", None) or 1)
-    settled = {"tp_size": ranks, **{key: rollout.get(key, None) for key in SAME_KEYS}}
-    twice = [key for key, value in settled.items() if given.get(key, None) == value]
-    refuse_arguments(lambda key: None if key in twice else given.get(key, None), ARGUMENTS, rows=VERLS_OWN)
+    twice = "tp_size" if given.get("tp_size", None) == ranks else ""
+    refuse_arguments(lambda key: None if key == twice else given.get(key, None), ARGUMENTS, rows=VERLS_OWN)
     _refuse_data_parallel(rollout, given)
 
 
@@ -150,6 +145,10 @@ def left_to_verl(rollout: Any) -> str:
             f"{ARGUMENTS}.speculative_algorithm={algorithm!r} without {ARGUMENTS}.{DRAFT}: the model drafts for "
             "itself, and weight sync has no draft model"
         )
+    for key in SAME_KEYS:
+        value, verls = given.get(key, None), rollout.get(key, None)
+        if value not in (None, verls) and REFUSED.get(key, (but(), ""))[0](value):
+            return f"{ARGUMENTS}.{key}={value!r}: weight sync goes by {ROLLOUT}.{key}={verls!r}; set that instead"
     if rollout.get("dtype", None) == "auto":
         return (
             f"{ROLLOUT}.dtype='auto': the dtype in which weights travel is not known ({ROLLOUT}.dtype=bfloat16 says it)"

@@ -69,7 +69,8 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         self.loader = FORGETTING_LOADER if self.pause == "retract" else LOADER
         # When SGLang was asked to; the second for a load alone, after which nobody else is going to resume it
         self._paused = self.paused_by_load = False
-        self.expect_updates(self._sync.timeout_seconds, needs_sync=self._sync.enabled and self._synced)
+        made_up = str(self.config.load_format).startswith("dummy")
+        self.expect_updates(self._sync.timeout_seconds, self._sync.enabled and self._synced and made_up)
         self._report: dict[str, Any] | None = None
         self._processes: list[BaseProcess] = []
         self._served: list[str] | None = None  # names of factors for which SGLang has a place
