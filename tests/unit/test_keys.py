@@ -69,6 +69,15 @@ REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
      "sync.pause='in_place' with verl's fully_async", f"Set {SYNC}.pause=abort"),
     *(((*SERVED_LORA, f"{SYNC}.verify={verify}"), f"verify={verify!r} with", f"Set {SYNC}.verify=first, or ")
       for verify in ("always", 3)),
+    # keys that nobody would follow
+    *(((other, f"{SYNC}.{key}"), f"{SYNC}.{key} with {other}: ", f"Remove the former, or {remedy}")
+      for key in ("verify=always", "enabled=True", "pause=retract")
+      for other, remedy in ((f"{ROLL}.name=vllm", f"set {ROLL}.name to one of: sglang"),
+                            (f"{ROLL}.name=sglng", ""), ("actor_rollout_ref.hybrid_engine=False", f"set {OURS}"))),
+    ((f"{ROLL}.name=vllm", OURS), f"{OURS} with {ROLL}.name=vllm: ", "Remove"),
+    ((f"{ROLL}.name=vllm", f"{SYNC}.verfy=always"), f"{SYNC}.verfy='always': unknown", f"Did you mean {SYNC}.verify?"),
+    *(((f"{ROLL}.name=vllm", f"{SHORT_BUCKET_KEY}={bad}"), f"{SHORT_BUCKET_KEY}={bad!r}: ", "=512")
+      for bad in ("abc", 0)),
     # the guard on probabilities
     ((GUARD, f"{ROLL}.calculate_log_probs=False"), f"{GUARD} with {ROLL}.calculate_log_probs=False", "or remove"),
     ((GUARD, "algorithm.rollout_correction.bypass_mode=True"), "bypass_mode=True", f"or remove {GUARD[:-5]}"),
@@ -217,6 +226,23 @@ def test_settings_survive_the_trip_through_yaml_and_everything_else_is_verls() -
     assert set(ours) - set(STOCK) <= added
 
 
+SAID = [
+    ((f"{SYNC}.enabled=False",), "main_ppo", driver.OFF),
+    ((f"{SYNC}.enabled=False", f"{SYNC}.verify=7"), "main_ppo", f"{driver.OFF}, without {SYNC}.verify=7"),
+    ((f"{SYNC}.delivery=staged",), "main_generation_server", f"{driver.OFF}, without {SYNC}.delivery=staged"),
+    ((*SEPARATE, f"{ROLL}.checkpoint_engine.backend=nccl", f"{SYNC}.timeout_seconds=9"), "main_ppo",
+     f"weight sync on; to the separate rollout nccl moves the weights, without {SYNC}.timeout_seconds=9.0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "program", "line"), SAID, ids=[line for *_, line in SAID])
+def test_a_line_says_what_has_no_effect(
+    overrides: tuple[str, ...], program: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config_of(*overrides, program=program)
+    assert capsys.readouterr().out.strip().partition("driver: ")[2] == line
+
+
 OFF = {"sync": {"enabled": False}}
 
 
@@ -244,7 +270,7 @@ def test_a_rollout_config_of_the_users_counts_where_it_does_for_stock_verl(
 def test_what_verl_moves_has_verls_own_config(tmp_path: Path) -> None:
     as_stock(rollout_of(f"{SYNC}.enabled=False"), OFF)
     as_stock(rollout_of("actor_rollout_ref.hybrid_engine=False"), OFF)
-    for key in (f"{SHORT_BUCKET_KEY}=0", f"{ROLL}.quantization=fp8", f"{SYNC}.enabled=False"):
+    for key in (f"{SHORT_BUCKET_KEY}=64", f"{ROLL}.quantization=fp8", f"{SYNC}.enabled=False"):
         rollout_of(f"{ROLL}.name=vllm", key)
     config = omega_conf_to_dataclass(unsettled(f"{ROLL}.name=vllm", f"{SYNC}.enabled=False"))
     assert config.checkpoint_engine.update_weights_bucket_megabytes == STOCK_MEGABYTES

@@ -16,6 +16,7 @@ from typing import Any
 
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
+from msgspec.structs import asdict
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from verl.utils.device import get_device_name, get_vendor
@@ -23,7 +24,16 @@ from verl.workers.config import RolloutConfig
 
 from verl_sync_plugin import compat
 from verl_sync_plugin.config import hydra_source
-from verl_sync_plugin.config.refusals import ACTOR, MODEL, refuse_combinations, refuse_megatron_lora, refuse_values
+from verl_sync_plugin.config.refusals import (
+    ACTOR,
+    BACKEND_KEY,
+    MODE_KEY,
+    MODEL,
+    SEPARATE_ASYNC,
+    refuse_combinations,
+    refuse_megatron_lora,
+    refuse_values,
+)
 from verl_sync_plugin.config.settings import (
     BUCKET,
     KEY_PREFIX,
@@ -68,20 +78,26 @@ def apply_keys(config: DictConfig, overrides: Sequence[str] = (), program: str =
     if not isinstance(rollout, DictConfig):
         return ""
     if rollout.get("name") not in ROLLOUTS:
+        key, served = f"{ROLLOUT}.name", ", ".join(ROLLOUTS)
+        refuse_dropped(rollout, overrides, f"{key}={rollout.get('name')}", f"set {key} to one of: {served}")
         leave_to_verl(rollout, resolved)
         return ""
     refuse_misplaced(config)
-    on = program not in WITHOUT_SYNC and syncs(actor_rollout_ref)
+    on = program not in WITHOUT_SYNC and syncs(actor_rollout_ref, overrides)
     unserved = stepping_aside(actor_rollout_ref, overrides) if on else ""
     if unserved or not on:
         if not resolved and not sync_config_of(rollout).enabled:  # by the user, and not by the line below
             refuse_unread_rank(actor_rollout_ref.model, OmegaConf.select(actor_rollout_ref, "actor.strategy"))
+        dropped = ", ".join(changed(rollout))
         leave_to_verl(rollout, resolved)
-        return unserved or OFF
+        return unserved or f"{OFF}{dropped and f', without {dropped}'}"
     apply_rollout_keys(rollout, resolved)
     refuse_values(MODEL, actor_rollout_ref.model)
     refuse_combinations(config, moves(rollout))
     settle_trainer(actor_rollout_ref)
+    rest = ", ".join(changed(rollout))
+    if rest and not moves(rollout) and OmegaConf.select(config, MODE_KEY) == SEPARATE_ASYNC:
+        return f"weight sync on; to the separate rollout {backend_of(rollout)} moves the weights, without {rest}"
     return "weight sync on"
 
 
@@ -90,13 +106,16 @@ def is_on(rollout: Any) -> bool:
     return rollout.get("name", None) in ROLLOUTS and sync_config_of(rollout).enabled
 
 
-def syncs(actor_rollout_ref: Any) -> bool:
+def syncs(actor_rollout_ref: Any, overrides: Sequence[str]) -> bool:
     """True if the plugin is on for this trainer and a rollout that it serves."""
     rollout = actor_rollout_ref.rollout
-    separate, sync = backend_of(rollout) == SEPARATE_BACKEND, sync_config_of(rollout)
-    if separate and not sync.enabled:
+    separate, enabled = backend_of(rollout) == SEPARATE_BACKEND, sync_config_of(rollout).enabled
+    if separate and not enabled:
         raise ValueError(SWITCHED_OFF)
-    return bool(sync.enabled and (separate or actor_rollout_ref.get("hybrid_engine", True)))
+    if enabled and not (shares := separate or actor_rollout_ref.get("hybrid_engine", True)):
+        remedy = f"set {BACKEND_KEY}={SEPARATE_BACKEND}"
+        refuse_dropped(rollout, overrides, "actor_rollout_ref.hybrid_engine=False", remedy)
+    return bool(enabled and shares)
 
 
 def backend_of(rollout: Any) -> str:
@@ -119,9 +138,9 @@ def stepping_aside(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
     if not cause:
         return ""
     if backend_of(rollout) == SEPARATE_BACKEND:
-        key = f"{ROLLOUT}.checkpoint_engine.backend"
-        raise ValueError(f"{cause}, so {key}={SEPARATE_BACKEND} cannot be followed. Use another, such as nccl.")
-    if key := asked_for(actor_rollout_ref, overrides):
+        raise ValueError(f"{cause}, so {BACKEND_KEY}={SEPARATE_BACKEND} cannot be followed. Use another, such as nccl.")
+    short = rollout.get(BUCKET, None)
+    if key := asked_for(rollout, overrides) or (f"{SHORT_BUCKET_KEY}={short}" if short is not None else ""):
         raise ValueError(
             f"{cause}, so {key} cannot be followed. Remove that key, and stock verl moves the weights, or {TURN_OFF}."
         )
@@ -150,19 +169,27 @@ def _unserved_trainer(actor_rollout_ref: Any, strategy: str, engine: str) -> str
     return ""
 
 
-def asked_for(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
-    """The first key of the plugin that the user gave, with its value; empty when nobody counts on the plugin. The keys:
-    any under ``rollout.custom.sync`` (``enabled=True`` too) and the short bucket key, given one by one or by
-    ``+sync=...``."""
-    for override in overrides:
+def asked_for(rollout: Any, overrides: Sequence[str]) -> str:
+    """The first key under ``rollout.custom.sync`` that the user gave (``enabled=True`` too), one by one or by
+    ``+sync=...``, with its value; empty when nobody counts on the plugin."""
+    for override in overrides if sync_config_of(rollout).enabled else ():
         if override.lstrip("+~").startswith((f"{KEY_PREFIX}.", "sync=")):
             return override.lstrip("~")
-    rollout = actor_rollout_ref.rollout
-    if (short := rollout.get(BUCKET, None)) is not None:
-        return f"{SHORT_BUCKET_KEY}={short}"
-    if sync_config_of(rollout) != SyncConfig():
-        return f"{KEY_PREFIX}={OmegaConf.to_container(rollout.custom.sync)}"
-    return ""
+    return next(iter(changed(rollout)), "")
+
+
+def changed(rollout: Any) -> list[str]:
+    """Our settings that differ from their defaults, as keys with values; ``enabled=False`` is not among them."""
+    sync, default = asdict(sync_config_of(rollout)), SyncConfig()
+    differ = [key for key, value in sync.items() if value is not False and value != getattr(default, key)]
+    return [f"{KEY_PREFIX}.{key}={sync[key]}" for key in differ]
+
+
+def refuse_dropped(rollout: Any, overrides: Sequence[str], other: str, remedy: str) -> None:
+    """Raises ValueError for a key of ours in a run whose weights the plugin cannot move, by the key ``other``."""
+    ours = f"{BACKEND_KEY}={SEPARATE_BACKEND}" if backend_of(rollout) == SEPARATE_BACKEND else ""
+    if key := ours or asked_for(rollout, overrides):
+        raise ValueError(f"{key} with {other}: weight sync has no part in this run. Remove the former, or {remedy}.")
 
 
 def apply_rollout_keys(rollout: DictConfig, resolved: bool) -> None:
@@ -198,7 +225,7 @@ def leave_to_verl(rollout: DictConfig, resolved: bool) -> None:
         if rollout.get("_target_") == hydra_source.TARGET:
             size = rollout.pop(BUCKET, None)
             if OmegaConf.is_dict(engine := rollout.checkpoint_engine):
-                engine[BUCKET] = engine[BUCKET] if size is None else size
+                engine[BUCKET] = engine[BUCKET] if size is None else bucket_megabytes(size, None)
             if not hydra_source.given(rollout, "multi_stage_wake_up", True, resolved):
                 rollout.multi_stage_wake_up = stock.multi_stage_wake_up
             rollout._target_ = stock._target_
