@@ -30,6 +30,7 @@ UNSERVED = {
     "rl_quant_profile": "/p", "pp_size": 2, "cpu_offload_gb": 4, "offload_group_size": 2, "kt_weight_path": "/w",
     "disaggregation_mode": "prefill", "moe_runner_backend": "flashinfer_trtllm", "load_format": "bitsandbytes",
 }  # fmt: skip
+ASYNC = ("+async_training.staleness_threshold=0.1",)  # a key of fully_async
 BUCKET = (SHORT_BUCKET_KEY, LONG_BUCKET_KEY)
 
 # Overrides, the key and value that are named, and what stands after them
@@ -55,6 +56,13 @@ REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
     # pauses and separate rollouts
     (f"{SYNC}.pause=retract", "sync.pause='retract' with", f"Set {OURS}"),
     (f"{SYNC}.pause=in_place", "sync.pause='in_place' with ", f"{SYNC}.pause=abort"),
+    (f"{OURS[:-7]}-plugin", "backend=sync-plugin: no backend of verl's", "Did you mean sync_plugin?"),
+    *(((OURS, *given), f"{OURS} with {said}: ", "trainer_mode=separate_async, or") for given, said in (
+        ((), "trainer.v1.trainer_mode=sync"), (("trainer.use_v1=False",), "trainer.use_v1=False"))),
+    *(((OURS, *ASYNC, f"+rollout.n_gpus_per_node={gpus}", f"+rollout.nnodes={nodes}"), said, remedy)
+      for nodes, gpus, said, remedy in (
+          (0, 8, "rollout.nnodes=0 and rollout.n_gpus_per_node=8: the rollout has no", "for example rollout.nnodes=1"),
+          (1, 1, "rollout.nnodes=1 and rollout.n_gpus_per_node=1: ", "one engine needs 2"))),
     ((OURS, f"{SYNC}.enabled=False"), f"{SYNC}.enabled=False with {ROLL}", "another backend"),
     ((OURS, f"{SYNC}.pause=retract"), "sync.pause='retract' with trainer.v1.trainer_mode=sync",
      f"Set trainer.v1.trainer_mode=separate_async, or {SYNC}.pause=abort"),
@@ -63,9 +71,9 @@ REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
     ((*SEPARATE, *SERVED_LORA, f"{SYNC}.pause=retract"),
      f"pause='retract' with {MODEL}.lora.merge=False and LoRA rank 8",
      f"Set {SYNC}.pause=abort, or {MODEL}.lora.merge=True"),
-    ((OURS, f"{ROLL}.nnodes=1", f"{GPUS}=1", f"{ROLL}.tensor_model_parallel_size=2"),
+    ((OURS, f"{ROLL}.nnodes=1", f"{GPUS}=1"),
      f"{ROLL}.nnodes=1 and {GPUS}=1", "one engine needs 2"),
-    ((OURS, f"{SYNC}.pause=in_place", "+async_training.staleness_threshold=0.1"),  # a key of fully_async
+    ((OURS, f"{SYNC}.pause=in_place", *ASYNC),
      "sync.pause='in_place' with verl's fully_async", f"Set {SYNC}.pause=abort"),
     *(((*SERVED_LORA, f"{SYNC}.verify={verify}"), f"verify={verify!r} with", f"Set {SYNC}.verify=first, or ")
       for verify in ("always", 3)),
@@ -82,7 +90,13 @@ REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
     ((GUARD, f"{ROLL}.calculate_log_probs=False"), f"{GUARD} with {ROLL}.calculate_log_probs=False", "or remove"),
     ((GUARD, "algorithm.rollout_correction.bypass_mode=True"), "bypass_mode=True", f"or remove {GUARD[:-5]}"),
     ((GUARD, "trainer.use_v1=False"), "without one of verl's V1 trainers", f"or remove {GUARD[:-5]}"),
+    # trainers
+    ("actor_rollout_ref.actor.fsdp_config.qat.enable=True", "actor.fsdp_config.qat.enable=True: weight", "False"),
+    *((("model_engine=megatron", f"++{MEGATRON}.{key}=True"), f"{MEGATRON}.{key}=True: ", "Set it to False")
+      for key in ("qat.enable", "override_ddp_config.overlap_param_gather")),
     # other keys of the rollout
+    *((f"{ROLL}.{key}=abc", f"{ROLL}.{key}='abc': not a whole number", "for example 1")
+      for key in ("nnodes", "n_gpus_per_node", "tensor_model_parallel_size", "data_parallel_size")),
     *((f"{ROLL}.multi_stage_wake_up={word}", f"multi_stage_wake_up={word!r}: not a boolean", "True or False")
       for word in ("no", "off", "yes", "on", "maybe", 1)),
     *((f"{ROLL}.dtype={name}", f"dtype={name!r}: not a dtype of SGLang's weights", "bfloat16")
@@ -134,7 +148,8 @@ def test_a_separate_rollout_may_keep_its_requests_and_its_backend_gets_the_setti
     assert rollout_of(*SEPARATE, f"{SYNC}.pause=retract").custom.sync.pause == "retract"
     # As in a config of verl's one_step_off, which does not read the trainer's mode
     keys = (f"{SYNC}.pause=retract", f"{SYNC}.timeout_seconds=60", f"{ROLL}.dtype=float16")
-    rollout = rollout_of(OURS, "+rollout.nnodes=1", *keys)
+    rollout = rollout_of(OURS, "+rollout.nnodes=1", "+rollout.n_gpus_per_node=2", *keys)
+    rollout_of(OURS, "+rollout.nnodes=0", "+async_training.use_dynamic_resource_scheduling=True")
     given = rollout.checkpoint_engine.engine_kwargs[settings.SEPARATE_BACKEND]
     assert given.sync == {**given.sync, "timeout_seconds": 60, "pause": "retract"}
     assert (given.dtype, given.rollout) == ("float16", "sglang")

@@ -24,6 +24,15 @@ from verl_sync_plugin.config.settings import (
 ACTOR = "actor_rollout_ref.actor"
 MODE_KEY = "trainer.v1.trainer_mode"
 SEPARATE_ASYNC = "separate_async"
+SIZES = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+NO_QAT, LATE = (
+    "weight sync does not quantize",
+    (
+        "override_ddp_config.overlap_param_gather=True",
+        "the parameters are not up to date when verl syncs",
+        "Set it to False",
+    ),
+)
 COLOCATED_MODES = ("sync", "colocate_async")  # with these verl syncs by its backend ``naive``, whatever is set
 BACKEND_KEY = f"{ROLLOUT}.checkpoint_engine.backend"
 NO_MEGATRON_LORA = (
@@ -44,7 +53,7 @@ def left_to_verl(rollout: Any) -> str:
     return ""
 
 
-def _rank(value: Any) -> bool:
+def _count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
@@ -56,12 +65,13 @@ def _boolean(value: Any) -> bool:
     return isinstance(value, bool)
 
 
+_WHOLE = "not a whole number from 0 on"
 # Keys of verl's whose values nobody checks before they are used: the test, the problem, what to use instead.
 # Hydra reads ``no`` and ``off`` as words, and a word counts as true wherever it is not asked for
 VALUES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     f"{ROLLOUT}.multi_stage_wake_up": (_boolean, "not a boolean", f"{ROLLOUT}.multi_stage_wake_up=True or False"),
-    f"{MODEL}.lora.rank": (_rank, "not a whole number from 0 on", "for example 32"),
-    f"{MODEL}.lora_rank": (_rank, "not a whole number from 0 on", "for example 32"),
+    **{f"{MODEL}.{key}": (_count, _WHOLE, "for example 32") for key in ("lora.rank", "lora_rank")},
+    **{f"{ROLLOUT}.{key}": (_count, _WHOLE, "for example 1") for key in ("nnodes", "n_gpus_per_node", *SIZES)},
     f"{MODEL}.lora.alpha": (_number, "not a number", "for example 32"),
     f"{MODEL}.lora_alpha": (_number, "not a number", "for example 32"),
     f"{MODEL}.lora.merge": (_boolean, "not a boolean", f"{MODEL}.lora.merge=True or False"),
@@ -92,10 +102,11 @@ def refuse_combinations(config: Any, moves: bool) -> None:
     separate = backend == SEPARATE_BACKEND
     rank, merge = lora_rank_of(model), bool(section(model, "lora", f"{MODEL}.lora").get("merge", False))
     served = bool(rank) and not merge
-    nodes, each = (int(rollout.get(key, 0) or 0) for key in ("nnodes", "n_gpus_per_node"))
-    gpus = nodes * each
-    sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-    needed = math.prod(int(rollout.get(key, 1) or 1) for key in sizes)
+    # verl's experimental mains take them from here, later
+    pool, where = (config.rollout, "rollout") if "nnodes" in (config.get("rollout", None) or {}) else (rollout, ROLLOUT)
+    nodes, each = (pool.get(key, None) or 0 for key in ("nnodes", "n_gpus_per_node"))
+    dynamic = (config.get("async_training", None) or {}).get("use_dynamic_resource_scheduling", False)
+    gpus, needed = nodes * each, math.prod(rollout.get(key, None) or 1 for key in SIZES)
     correction = (config.get("algorithm", None) or {}).get("rollout_correction", None) or {}
     merged, adapter = f"{MODEL}.lora.merge=True", f"{MODEL}.lora.merge=False and LoRA rank {rank}"
     if sync.pause != "abort":
@@ -113,12 +124,28 @@ def refuse_combinations(config: Any, moves: bool) -> None:
         )
     if separate:
         # with too few verl would start no engine, and say nothing
-        few = f"the rollout has {gpus} GPUs of its own, and one engine needs {needed} ({', '.join(sizes)})"
-        none, both = "the rollout has no GPUs of its own", f"for example {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node=4"
+        few = f"the rollout has {gpus} GPUs of its own, and one engine needs {needed} ({', '.join(SIZES)})"
+        none, both = "the rollout has no GPUs of its own", f"for example {where}.nnodes=1 {where}.n_gpus_per_node=4"
+        shares = "the backend is for a rollout on GPUs of its own, which this trainer has not"
+        other = f"{MODE_KEY}={mode}" if trainer.get("use_v1", True) else "trainer.use_v1=False"
+        instead = f"Set trainer.use_v1=True and {MODE_KEY}={SEPARATE_ASYNC}, or {BACKEND_KEY}=naive"
         refuse_first(
-            f"{ROLLOUT}.nnodes={nodes} and {ROLLOUT}.n_gpus_per_node={each}",
+            f"{where}.nnodes={nodes} and {where}.n_gpus_per_node={each}",
             (mode == SEPARATE_ASYNC and not gpus, f" with {MODE_KEY}={mode}", none, f"Set both, {both}"),
+            (pool is not rollout and not gpus and not dynamic, "", none, f"Set both, {both}"),
             (0 < gpus < needed, "", few, "Give it more, or make the engine smaller"),
+        )
+        colocated = v1 and (mode in COLOCATED_MODES or not trainer.get("use_v1", True))
+        refuse_first(f"{BACKEND_KEY}={SEPARATE_BACKEND} with ", (colocated, other, shares, instead))
+    if moves:
+        actor = config.actor_rollout_ref.get("actor", None) or {}
+        trained_by = "megatron" if actor.get("strategy", None) == "megatron" else "fsdp_config"
+        engine = actor.get(trained_by, None) or {}
+        ddp, qat = (engine.get(key, None) or {} for key in ("override_ddp_config", "qat"))
+        refuse_first(
+            f"{ACTOR}.{trained_by}.",
+            (qat.get("enable", False), "qat.enable=True", NO_QAT, "Set it to False"),
+            (ddp.get("overlap_param_gather", False), *LATE),
         )
     if moves and served:
         base = "of an adapter that the engine serves only the base is compared"

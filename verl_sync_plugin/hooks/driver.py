@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from hydra.experimental.callback import Callback
@@ -120,7 +121,10 @@ def syncs(actor_rollout_ref: Any, overrides: Sequence[str]) -> bool:
 
 def backend_of(rollout: Any) -> str:
     """verl's ``checkpoint_engine.backend``, by which trainer and rollout are colocated (``naive``) or separate."""
-    return str(section(rollout, "checkpoint_engine", f"{ROLLOUT}.checkpoint_engine").get("backend", "naive"))
+    backend = str(section(rollout, "checkpoint_engine", f"{ROLLOUT}.checkpoint_engine").get("backend", "naive"))
+    if backend != SEPARATE_BACKEND and get_close_matches(backend.lower(), [SEPARATE_BACKEND], cutoff=0.75):
+        raise ValueError(f"{BACKEND_KEY}={backend}: no backend of verl's. Did you mean {SEPARATE_BACKEND}?")
+    return backend
 
 
 def moves(rollout: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from verl.utils.model import convert_weight_keys
 
+from verl_sync_plugin.config.refusals import ACTOR, NO_QAT
 from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.lora.peft import ADAPTER, Adapters, adapter_of, carries_adapter, is_adapter, merged_name
 from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, TrainerBackend
@@ -40,7 +41,7 @@ class FSDPTrainer(TrainerBackend):
 
     def open_source(self) -> ParameterSource:
         if getattr(self.engine, "_qat_enabled", False):
-            raise ValueError(f"actor.fsdp_config.qat.enable=True: weight sync does not quantize; {TURN_OFF}.")
+            raise ValueError(f"{ACTOR}.fsdp_config.qat.enable=True: {NO_QAT}; {TURN_OFF}.")
         if not self._peft:
             return self._plain_source()
         found = Adapters(self._model)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin import log
-from verl_sync_plugin.config.refusals import refuse_first, refuse_megatron_lora
+from verl_sync_plugin.config.refusals import LATE, NO_QAT, refuse_first, refuse_megatron_lora
 from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.layout.tensors import Base, Shard, View
 from verl_sync_plugin.lora.merge import targets_of
@@ -72,14 +72,13 @@ def refuse_engine(engine: Any) -> None:
     bridge = "weight sync serves Megatron-Bridge, verl's default, and not the deprecated mbridge"
     megatron_fsdp = getattr(engine.engine_config, "use_megatron_fsdp", False)
     # Megatron then gathers updated parameters in the next forward pass, which comes after the sync
-    overlap, late = "override_ddp_config.overlap_param_gather=True", "the parameters are not up to date when verl syncs"
     overlaps = (getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False) for chunk in engine.module)
     refuse_first(
         "actor_rollout_ref.actor.megatron.",
         (engine.vanilla_bridge, "vanilla_mbridge=True", bridge, off),
-        (getattr(engine, "_qat_enabled", False), "qat.enable=True", "weight sync does not quantize", off),
+        (getattr(engine, "_qat_enabled", False), "qat.enable=True", NO_QAT, off),
         (megatron_fsdp, "use_megatron_fsdp=True", "weight sync does not read its shards", off),
-        (any(overlaps), overlap, late, "Set it to False"),
+        (any(overlaps), *LATE),
     )
     refuse_megatron_lora(engine.engine_config, engine.model_config)
 
