@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from verl_sync_plugin.config.settings import (
     KEY_PREFIX,
     MODEL,
@@ -25,20 +27,13 @@ ACTOR = "actor_rollout_ref.actor"
 MODE_KEY = "trainer.v1.trainer_mode"
 SEPARATE_ASYNC = "separate_async"
 SIZES = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-NO_QAT, LATE = (
-    "weight sync does not quantize",
-    (
-        "override_ddp_config.overlap_param_gather=True",
-        "the parameters are not up to date when verl syncs",
-        "Set it to False",
-    ),
-)
+NO_QAT = "weight sync does not quantize"
+LATE = ("override_ddp_config.overlap_param_gather=True", "verl syncs before parameters are gathered", "Set it to False")
 COLOCATED_MODES = ("sync", "colocate_async")  # with these verl syncs by its backend ``naive``, whatever is set
 BACKEND_KEY = f"{ROLLOUT}.checkpoint_engine.backend"
-NO_MEGATRON_LORA = (
-    f"Install Megatron-Bridge and set {ACTOR}.megatron.vanilla_mbridge=False, or train all parameters with "
-    f"{MODEL}.lora.rank=0"
-)
+OUR_BACKEND = f"{BACKEND_KEY}={SEPARATE_BACKEND}"
+_BRIDGE = f"Install Megatron-Bridge and set {ACTOR}.megatron.vanilla_mbridge=False"
+NO_MEGATRON_LORA = f"{_BRIDGE}, or train all parameters with {MODEL}.lora.rank=0"
 
 
 def left_to_verl(rollout: Any) -> str:
@@ -97,17 +92,16 @@ def refuse_combinations(config: Any, moves: bool) -> None:
     trainer, sync = config.get("trainer", None) or {}, sync_config_of(rollout)
     # verl's experimental mains do not read ``trainer.v1``
     v1 = not ("async_training" in config or "rollout" in config)
-    mode = str((trainer.get("v1", None) or {}).get("trainer_mode", None) or "") if v1 else ""
-    backend = section(rollout, "checkpoint_engine", f"{ROLLOUT}.checkpoint_engine").get("backend", "naive")
+    mode = str(OmegaConf.select(config, MODE_KEY) or "") if v1 else ""
+    backend = OmegaConf.select(config, BACKEND_KEY)
     separate = backend == SEPARATE_BACKEND
     rank, merge = lora_rank_of(model), bool(section(model, "lora", f"{MODEL}.lora").get("merge", False))
     served = bool(rank) and not merge
     # verl's experimental mains take them from here, later
     pool, where = (config.rollout, "rollout") if "nnodes" in (config.get("rollout", None) or {}) else (rollout, ROLLOUT)
     nodes, each = (pool.get(key, None) or 0 for key in ("nnodes", "n_gpus_per_node"))
-    dynamic = (config.get("async_training", None) or {}).get("use_dynamic_resource_scheduling", False)
+    own = pool is not rollout and not OmegaConf.select(config, "async_training.use_dynamic_resource_scheduling")
     gpus, needed = nodes * each, math.prod(rollout.get(key, None) or 1 for key in SIZES)
-    correction = (config.get("algorithm", None) or {}).get("rollout_correction", None) or {}
     merged, adapter = f"{MODEL}.lora.merge=True", f"{MODEL}.lora.merge=False and LoRA rank {rank}"
     if sync.pause != "abort":
         abort = f"{KEY_PREFIX}.pause=abort"
@@ -127,26 +121,25 @@ def refuse_combinations(config: Any, moves: bool) -> None:
         few = f"the rollout has {gpus} GPUs of its own, and one engine needs {needed} ({', '.join(SIZES)})"
         none, both = "the rollout has no GPUs of its own", f"for example {where}.nnodes=1 {where}.n_gpus_per_node=4"
         shares = "the backend is for a rollout on GPUs of its own, which this trainer has not"
-        other = f"{MODE_KEY}={mode}" if trainer.get("use_v1", True) else "trainer.use_v1=False"
+        legacy = v1 and not trainer.get("use_v1", True)
+        other = "trainer.use_v1=False" if legacy else f"{MODE_KEY}={mode}"
         instead = f"Set trainer.use_v1=True and {MODE_KEY}={SEPARATE_ASYNC}, or {BACKEND_KEY}=naive"
         refuse_first(
             f"{where}.nnodes={nodes} and {where}.n_gpus_per_node={each}",
-            (mode == SEPARATE_ASYNC and not gpus, f" with {MODE_KEY}={mode}", none, f"Set both, {both}"),
-            (pool is not rollout and not gpus and not dynamic, "", none, f"Set both, {both}"),
+            (
+                not gpus and (mode == SEPARATE_ASYNC or own),
+                mode and f" with {MODE_KEY}={mode}",
+                none,
+                f"Set both, {both}",
+            ),
             (0 < gpus < needed, "", few, "Give it more, or make the engine smaller"),
         )
-        colocated = v1 and (mode in COLOCATED_MODES or not trainer.get("use_v1", True))
-        refuse_first(f"{BACKEND_KEY}={SEPARATE_BACKEND} with ", (colocated, other, shares, instead))
+        refuse_first(f"{BACKEND_KEY}={backend} with ", (legacy or mode in COLOCATED_MODES, other, shares, instead))
     if moves:
-        actor = config.actor_rollout_ref.get("actor", None) or {}
-        trained_by = "megatron" if actor.get("strategy", None) == "megatron" else "fsdp_config"
-        engine = actor.get(trained_by, None) or {}
-        ddp, qat = (engine.get(key, None) or {} for key in ("override_ddp_config", "qat"))
-        refuse_first(
-            f"{ACTOR}.{trained_by}.",
-            (qat.get("enable", False), "qat.enable=True", NO_QAT, "Set it to False"),
-            (ddp.get("overlap_param_gather", False), *LATE),
-        )
+        engine = "megatron" if OmegaConf.select(config, f"{ACTOR}.strategy") == "megatron" else "fsdp_config"
+        qat, late = "qat.enable=True", (OmegaConf.select(config, f"{ACTOR}.{engine}.{LATE[0].removesuffix('=True')}"))
+        quantizes = OmegaConf.select(config, f"{ACTOR}.{engine}.qat.enable")
+        refuse_first(f"{ACTOR}.{engine}.", (quantizes, qat, NO_QAT, "Set it to False"), (late, *LATE))
     if moves and served:
         base = "of an adapter that the engine serves only the base is compared"
         refuse_first(
@@ -155,7 +148,8 @@ def refuse_combinations(config: Any, moves: bool) -> None:
         )
     if sync.max_probs_diff is not None:
         key, compares = f"{KEY_PREFIX}.max_probs_diff", "verl compares no probabilities of engine and trainer"
-        logs, bypasses = rollout.get("calculate_log_probs", False), correction.get("bypass_mode", False)
+        logs = rollout.get("calculate_log_probs", False)
+        bypasses = OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")
         sees, use_v1 = "the plugin sees the metrics of these alone", v1 and trainer.get("use_v1", True)
         refuse_first(
             f"{key}={sync.max_probs_diff} with",

@@ -30,8 +30,10 @@ from verl_sync_plugin.config.refusals import (
     BACKEND_KEY,
     MODE_KEY,
     MODEL,
+    OUR_BACKEND,
     SEPARATE_ASYNC,
     refuse_combinations,
+    refuse_first,
     refuse_megatron_lora,
     refuse_values,
 )
@@ -42,7 +44,6 @@ from verl_sync_plugin.config.settings import (
     ROLLOUT,
     SEPARATE_BACKEND,
     SHORT_BUCKET_KEY,
-    SWITCHED_OFF,
     TRAINERS,
     TURN_OFF,
     VENDORS,
@@ -79,8 +80,8 @@ def apply_keys(config: DictConfig, overrides: Sequence[str] = (), program: str =
     if not isinstance(rollout, DictConfig):
         return ""
     if rollout.get("name") not in ROLLOUTS:
-        key, served = f"{ROLLOUT}.name", ", ".join(ROLLOUTS)
-        refuse_dropped(rollout, overrides, f"{key}={rollout.get('name')}", f"set {key} to one of: {served}")
+        remedy = f"set {ROLLOUT}.name to one of: {', '.join(ROLLOUTS)}"
+        refuse_dropped(rollout, overrides, f"{ROLLOUT}.name={rollout.get('name')}", remedy)
         leave_to_verl(rollout, resolved)
         return ""
     refuse_misplaced(config)
@@ -111,11 +112,12 @@ def syncs(actor_rollout_ref: Any, overrides: Sequence[str]) -> bool:
     """True if the plugin is on for this trainer and a rollout that it serves."""
     rollout = actor_rollout_ref.rollout
     separate, enabled = backend_of(rollout) == SEPARATE_BACKEND, sync_config_of(rollout).enabled
-    if separate and not enabled:
-        raise ValueError(SWITCHED_OFF)
-    if enabled and not (shares := separate or actor_rollout_ref.get("hybrid_engine", True)):
-        remedy = f"set {BACKEND_KEY}={SEPARATE_BACKEND}"
-        refuse_dropped(rollout, overrides, "actor_rollout_ref.hybrid_engine=False", remedy)
+    remedy = f"Set {KEY_PREFIX}.enabled=True, or another backend, such as nccl"
+    mine = separate and not enabled, OUR_BACKEND, "that backend is the plugin's", remedy
+    refuse_first(f"{KEY_PREFIX}.enabled=False with ", mine)
+    shares, other = separate or actor_rollout_ref.get("hybrid_engine", True), "actor_rollout_ref.hybrid_engine=False"
+    if enabled and not shares:
+        refuse_dropped(rollout, overrides, other, f"set {OUR_BACKEND}")
     return bool(enabled and shares)
 
 
@@ -142,12 +144,11 @@ def stepping_aside(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
     if not cause:
         return ""
     if backend_of(rollout) == SEPARATE_BACKEND:
-        raise ValueError(f"{cause}, so {BACKEND_KEY}={SEPARATE_BACKEND} cannot be followed. Use another, such as nccl.")
+        raise ValueError(f"{cause}, so {OUR_BACKEND} cannot be followed. Use another, such as nccl.")
     short = rollout.get(BUCKET, None)
     if key := asked_for(rollout, overrides) or (f"{SHORT_BUCKET_KEY}={short}" if short is not None else ""):
-        raise ValueError(
-            f"{cause}, so {key} cannot be followed. Remove that key, and stock verl moves the weights, or {TURN_OFF}."
-        )
+        remedy = f"Remove that key, and stock verl moves the weights, or {TURN_OFF}"
+        raise ValueError(f"{cause}, so {key} cannot be followed. {remedy}.")
     refuse_unread_rank(actor_rollout_ref.model, strategy, "stock verl's trainer")
     return f"{NOT_IN_USE}, stock verl moves the weights. {cause}."
 
@@ -162,14 +163,13 @@ def _unserved_trainer(actor_rollout_ref: Any, strategy: str, engine: str) -> str
     if strategy in TRAINERS and (device != "cuda" or vendor not in VENDORS):
         only = f"weight sync has engines for cuda of {' and '.join(VENDORS)} (VERL_ENGINE_VENDOR says which it is)"
         return f"{ACTOR}.strategy={strategy} on {device} of {vendor}: {only}"
-    megatron = OmegaConf.select(actor_rollout_ref, "actor.megatron") if strategy == "megatron" else None
-    megatron, key = megatron or {}, f"{ACTOR}.megatron"
+    megatron = (strategy == "megatron" and OmegaConf.select(actor_rollout_ref, "actor.megatron")) or {}
     if megatron.get("use_megatron_fsdp"):
-        return f"{key}.use_megatron_fsdp=True: weight sync does not read its shards"
+        return f"{ACTOR}.megatron.use_megatron_fsdp=True: weight sync does not read its shards"
     if megatron.get("vanilla_mbridge"):
         refuse_megatron_lora(megatron, actor_rollout_ref.model)
         served = "weight sync serves Megatron-Bridge, verl's default, and not the deprecated mbridge"
-        return f"{key}.vanilla_mbridge=True: {served}"
+        return f"{ACTOR}.megatron.vanilla_mbridge=True: {served}"
     return ""
 
 
@@ -191,8 +191,7 @@ def changed(rollout: Any) -> list[str]:
 
 def refuse_dropped(rollout: Any, overrides: Sequence[str], other: str, remedy: str) -> None:
     """Raises ValueError for a key of ours in a run whose weights the plugin cannot move, by the key ``other``."""
-    ours = f"{BACKEND_KEY}={SEPARATE_BACKEND}" if backend_of(rollout) == SEPARATE_BACKEND else ""
-    if key := ours or asked_for(rollout, overrides):
+    if key := OUR_BACKEND if backend_of(rollout) == SEPARATE_BACKEND else asked_for(rollout, overrides):
         raise ValueError(f"{key} with {other}: weight sync has no part in this run. Remove the former, or {remedy}.")
 
 
@@ -211,8 +210,7 @@ def apply_rollout_keys(rollout: DictConfig, resolved: bool) -> None:
         if given or short is not None or moves(rollout):
             short = long = bucket_megabytes(short, long, given)
         engine[BUCKET] = long
-        if ours:
-            rollout[BUCKET] = short
+        rollout.update({BUCKET: short} if ours else {})
         if not (ours and hydra_source.given(rollout, "multi_stage_wake_up", True)):
             rollout.multi_stage_wake_up = True
     check_rollout(rollout)
@@ -245,14 +243,12 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
     """Refuses what the sync cannot serve of the actor's model, and makes ``model.lora.*`` and the flat keys one, where
     verl itself reads only the flat ones: every process, verl's own code included, then sees the same."""
     strategy, model = OmegaConf.select(actor_rollout_ref, "actor.strategy"), actor_rollout_ref.model
-    rollout = actor_rollout_ref.rollout
-    engine = rollout_of(rollout.name)
+    rollout, engine = actor_rollout_ref.rollout, rollout_of(actor_rollout_ref.rollout.name)
     if moves(rollout):
         engine.refuse_quantization(rollout, model)
         engine.refuse_checkpoint(str(model.get("path")), model.get("override_config"), rollout)
     stock: Any = OmegaConf.to_container(OmegaConf.load(hydra_source.verl_configs() / "model" / "hf_model.yaml"))
-    lora = section(model, "lora", f"{MODEL}.lora")
-    refuse_near_misses(lora, stock["lora"], f"{MODEL}.lora")
+    refuse_near_misses(section(model, "lora", f"{MODEL}.lora"), stock["lora"], f"{MODEL}.lora")
     if strategy in FLAT_LORA_TRAINERS:
         plain: Any = OmegaConf.to_container(model, resolve=True)
         with read_write(model), open_dict(model):
@@ -294,8 +290,7 @@ def check_rollout(rollout: Any) -> None:
     """Checks all keys of a rollout config (dataclass or settled DictConfig)."""
     if not is_on(rollout):
         return
-    engine = section(rollout, "checkpoint_engine", f"{ROLLOUT}.checkpoint_engine")
-    bucket_megabytes(rollout.get(BUCKET, None), engine.get(BUCKET, None))
+    bucket_megabytes(rollout.get(BUCKET, None), rollout.checkpoint_engine[BUCKET])
     refuse_values(ROLLOUT, rollout)
     if moves(rollout):
         rollout_of(rollout.get("name")).refuse_keys(rollout)
@@ -340,6 +335,5 @@ def _refuse_unsettled(config: DictConfig, settled: DictConfig, line: str) -> Non
             if key != "lora" and value != OmegaConf.select(config, f"actor_rollout_ref.model.{key}"):
                 todo.append(f"++actor_rollout_ref.model.{key}={value}")
     if todo:
-        raise ValueError(
-            f"--multirun without verl's V1 trainers: add {' '.join(todo)}, which cannot be set for you here."
-        )
+        add = f"add {' '.join(todo)}, which cannot be set for you here"
+        raise ValueError(f"--multirun without verl's V1 trainers: {add}.")

@@ -227,14 +227,10 @@ class SyncAdapter:
         self._refuse_family()
         manager_class = get_sharding_manager(stream.trainer, str(config.name))
         megabytes = bucket_of(config)
-        endpoint = RolloutEndpoint(
-            self.rollout,
-            calls_of(self.server_actor, Ranks.after_loss) if mesh.get_local_rank() == 0 else None,
-            tuple(mesh.mesh.tolist()),
-            self.real_weights,
-            self._sync.timeout_seconds,
-            awake_after_load=not (config.free_cache_engine and self._stages[1]),
-        )
+        calls = calls_of(self.server_actor, Ranks.after_loss) if mesh.get_local_rank() == 0 else None
+        given = calls, tuple(mesh.mesh.tolist()), self.real_weights, self._sync.timeout_seconds
+        awake = not (config.free_cache_engine and self._stages[1])
+        endpoint = RolloutEndpoint(self.rollout, *given, awake_after_load=awake)
         rank, name = torch.distributed.get_rank(), manager_class.__name__
         say(f"actor rank {rank}: sharding manager {name}, buckets of {megabytes} MiB")
         manager = manager_class(stream.engine, endpoint, self._sync, megabytes << 20, device, str(config.dtype))
@@ -247,14 +243,9 @@ class SyncAdapter:
         assert membership.ranks is not None, "joined"
         rank, ranks = membership.ranks.rank, membership.engine_ranks
         place = ranks.index(rank)
-        endpoint = RolloutEndpoint(
-            self.rollout,
-            calls_of(self.find_server(), membership.ranks.after_loss) if place == 0 else None,
-            ranks,
-            self.real_weights,
-            self._sync.timeout_seconds,
-            # A server whose driver has released its KV cache flushes when that is back, whatever it is asked
-        )
+        calls = calls_of(self.find_server(), membership.ranks.after_loss) if place == 0 else None
+        # A server whose driver has released its KV cache flushes when that is back, whatever it is asked
+        endpoint = RolloutEndpoint(self.rollout, calls, ranks, self.real_weights, self._sync.timeout_seconds)
         say(f"rollout rank {rank}: engine rank {place} of {len(ranks)}, separate from the trainer")
         return SeparateRollout(membership.ranks, endpoint, self._sync, trainer_device())
 

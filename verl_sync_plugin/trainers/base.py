@@ -237,18 +237,12 @@ def refuse_other_engines() -> None:
             if not any(base.__module__.startswith("verl_sync_plugin.") for base in engine.__mro__):
                 engines[engine].append(strategy)
     for engine, strategies in engines.items():
-        cause = (
-            "where verl-sync-plugin needs its own: another plugin has taken the key. Uninstall one of the two plugins"
-        )
+        cause = "where verl-sync-plugin needs its own: another plugin has taken it. Uninstall one of the two plugins"
         if engine.__module__.startswith("verl."):
-            cause = (
-                f"verl's own: verl-sync-plugin registers its engines for the vendors {' and '.join(VENDORS)}. "
-                f"Set VERL_ENGINE_VENDOR={VENDORS[0]} in the environment of every node"
-            )
-        raise RegistryConflictError(
-            f"verl's training engine for {', '.join(strategies)} is {engine.__module__}.{engine.__qualname__} here, "
-            f"{cause}, or {TURN_OFF}."
-        )
+            remedy = f"Set VERL_ENGINE_VENDOR={VENDORS[0]} in the environment of every node"
+            cause = f"verl's own: verl-sync-plugin registers engines for the vendors {' and '.join(VENDORS)}. {remedy}"
+        here = f"verl's training engine for {', '.join(strategies)} is {engine.__module__}.{engine.__qualname__} here"
+        raise RegistryConflictError(f"{here}, {cause}, or {TURN_OFF}.")
 
 
 def refuse_plain_stream() -> NoReturn:

@@ -102,10 +102,8 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
             refuse_arguments(resolved(self.tokenizer_manager), ARGUMENTS, TURN_OFF, AT_LAUNCH, rows)
             kept = bool(self.tokenizer_manager.server_args.enable_weights_cpu_backup)
             if kept and not backup and self.rollout_mode == RolloutMode.HYBRID:
-                raise RuntimeError(
-                    "SGLang keeps a CPU backup of its weights, which the sync has decided against; this verl does not "
-                    "launch SGLang the way verl-sync-plugin expects"
-                )
+                why = "this verl does not launch SGLang the way verl-sync-plugin expects"
+                raise RuntimeError(f"SGLang keeps a CPU backup of its weights, against the sync's decision; {why}")
             self.guard_requests()
         copied = f"CPU backup {'on' if backup else 'off'}"
         say(f"rollout server: {self.loader}, {copied}, {len(self._processes)} processes of SGLang")
@@ -245,10 +243,9 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         if idle or self.occupation.released:
             return
         if self._inside and not await end_requests(self.tokenizer_manager, IDLE_SECONDS):
-            raise RuntimeError(
-                f"{self._inside} requests did not end within {IDLE_SECONDS:g} s of being aborted, and SGLang "
-                "can neither sleep nor load with them inside; look at what else than verl asks its HTTP port"
-            )
+            why = "SGLang can neither sleep nor load with them inside; look at what else than verl asks its HTTP port"
+            late = f"{self._inside} requests did not end within {IDLE_SECONDS:g} s of being aborted"
+            raise RuntimeError(f"{late}, and {why}")
         # Until it does not count an answered request as running any more
         deadline = time.monotonic() + IDLE_SECONDS
         while not getattr(await self.tokenizer_manager.flush_cache(), "success", True):

@@ -295,10 +295,9 @@ def adapted_weights(model: ModelTensors, names: dict[int, str]) -> Iterator[Adap
         trained = [name for name, p in chunk.named_parameters() if p.requires_grad and p.numel()]
         lost = [name for name in trained if held[name].place not in factors and held[name].place not in names]
         if lost:
-            raise ValueError(
-                f"parameters that are trained, but not exported by Megatron-Bridge: {', '.join(sorted(lost)[:5])}. "
-                f"Leave their modules out of actor_rollout_ref.model.lora.target_modules, or {TURN_OFF}."
-            )
+            remedy = f"Leave their modules out of actor_rollout_ref.model.lora.target_modules, or {TURN_OFF}"
+            some = ", ".join(sorted(lost)[:5])
+            raise ValueError(f"parameters that are trained, but not exported by Megatron-Bridge: {some}. {remedy}.")
 
 
 def _of(path: str, adapter: Any, held: dict[str, HeldTensor], names: dict[int, str]) -> Iterator[AdaptedWeight]:
@@ -339,10 +338,9 @@ class BridgeAdapter(ServedAdapter):
             if getattr(chunk.config, "moe_router_enable_expert_bias", False):
                 trained += [name for name, _ in chunk.named_buffers() if name.endswith("expert_bias")]
             if trained:
-                raise ValueError(
-                    f"actor_rollout_ref.model.lora.merge=False: {trained[0]!r} changes in training, but is no part of "
-                    "the adapter, so the engine would not get it. Set actor_rollout_ref.model.lora.merge=True."
-                )
+                why = "changes in training, but is no part of the adapter, so the engine would not get it"
+                merge = "actor_rollout_ref.model.lora.merge"
+                raise ValueError(f"{merge}=False: {trained[0]!r} {why}. Set {merge}=True.")
 
     def gather(self, run: str) -> Generator[None, None, dict[str, torch.Tensor]]:
         yield
