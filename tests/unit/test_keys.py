@@ -30,6 +30,7 @@ UNSERVED = {
     "rl_quant_profile": "/p", "pp_size": 2, "cpu_offload_gb": 4, "offload_group_size": 2, "kt_weight_path": "/w",
     "disaggregation_mode": "prefill", "moe_runner_backend": "flashinfer_trtllm", "load_format": "bitsandbytes",
 }  # fmt: skip
+ASYNC = ("+async_training.staleness_threshold=0.1",)  # a key of fully_async
 BUCKET = (SHORT_BUCKET_KEY, LONG_BUCKET_KEY)
 
 # Overrides, the key and value that are named, and what stands after them
@@ -38,6 +39,7 @@ REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
     *((f"{key}=5", f"{key}=5: not a mapping", f"{key}.<key>=") for key in (f"{ROLL}.engine_kwargs", SGL)),
     *((f"{ROLL}.{key}=True", f"{key}=True: not a mapping", f"{key}.<key>=") for key in ("disaggregation", "mtp")),
     (f"{ROLL}.checkpoint_engine=5", "checkpoint_engine=5: not a mapping", "checkpoint_engine.<key>="),
+    (f"{ROLL}.checkpoint_engine=null", f"{ROLL}.checkpoint_engine=None: ", "Leave it out"),
     (f"{SYNC}.timeout_seconds=???", "MissingMandatoryValue", f"{SYNC}.timeout_seconds"),
     (f"{LONG_BUCKET_KEY}=???", f"{LONG_BUCKET_KEY}=None: not a whole number", f"{LONG_BUCKET_KEY}=512"),
     # keys of the sync
@@ -54,6 +56,13 @@ REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
     # pauses and separate rollouts
     (f"{SYNC}.pause=retract", "sync.pause='retract' with", f"Set {OURS}"),
     (f"{SYNC}.pause=in_place", "sync.pause='in_place' with ", f"{SYNC}.pause=abort"),
+    (f"{OURS[:-7]}-plugin", "backend=sync-plugin: no backend of verl's", "Did you mean sync_plugin?"),
+    *(((OURS, *given), f"{OURS} with {said}: ", "trainer_mode=separate_async, or") for given, said in (
+        ((), "trainer.v1.trainer_mode=sync"), (("trainer.use_v1=False",), "trainer.use_v1=False"))),
+    *(((OURS, *ASYNC, f"+rollout.n_gpus_per_node={gpus}", f"+rollout.nnodes={nodes}"), said, remedy)
+      for nodes, gpus, said, remedy in (
+          (0, 8, "rollout.nnodes=0 and rollout.n_gpus_per_node=8: the rollout has no", "for example rollout.nnodes=1"),
+          (1, 1, "rollout.nnodes=1 and rollout.n_gpus_per_node=1: ", "one engine needs 2"))),
     ((OURS, f"{SYNC}.enabled=False"), f"{SYNC}.enabled=False with {ROLL}", "another backend"),
     ((OURS, f"{SYNC}.pause=retract"), "sync.pause='retract' with trainer.v1.trainer_mode=sync",
      f"Set trainer.v1.trainer_mode=separate_async, or {SYNC}.pause=abort"),
@@ -62,17 +71,31 @@ REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
     ((*SEPARATE, *SERVED_LORA, f"{SYNC}.pause=retract"),
      f"pause='retract' with {MODEL}.lora.merge=False and LoRA rank 8",
      f"Set {SYNC}.pause=abort, or {MODEL}.lora.merge=True"),
-    ((OURS, f"{ROLL}.nnodes=1", f"{GPUS}=1", f"{ROLL}.tensor_model_parallel_size=2"),
+    ((OURS, f"{ROLL}.nnodes=1", f"{GPUS}=1"),
      f"{ROLL}.nnodes=1 and {GPUS}=1", "one engine needs 2"),
-    ((OURS, f"{SYNC}.pause=in_place", "+async_training.staleness_threshold=0.1"),  # a key of fully_async
+    ((OURS, f"{SYNC}.pause=in_place", *ASYNC),
      "sync.pause='in_place' with verl's fully_async", f"Set {SYNC}.pause=abort"),
     *(((*SERVED_LORA, f"{SYNC}.verify={verify}"), f"verify={verify!r} with", f"Set {SYNC}.verify=first, or ")
       for verify in ("always", 3)),
+    # keys that nobody would follow
+    *(((other, f"{SYNC}.{key}"), f"{SYNC}.{key} with {other}: ", f"Remove the former, or {remedy}")
+      for key in ("verify=always", "enabled=True", "pause=retract")
+      for other, remedy in ((f"{ROLL}.name=vllm", f"set {ROLL}.name to one of: sglang"),
+                            (f"{ROLL}.name=sglng", ""), ("actor_rollout_ref.hybrid_engine=False", f"set {OURS}"))),
+    ((f"{ROLL}.name=vllm", OURS), f"{OURS} with {ROLL}.name=vllm: ", "Remove"),
+    ((f"{ROLL}.name=vllm", f"{SYNC}.verfy=always"), f"{SYNC}.verfy='always': unknown", f"Did you mean {SYNC}.verify?"),
+    ((f"{ROLL}.name=vllm", f"{SHORT_BUCKET_KEY}=abc"), f"{SHORT_BUCKET_KEY}='abc': ", "=512"),
     # the guard on probabilities
     ((GUARD, f"{ROLL}.calculate_log_probs=False"), f"{GUARD} with {ROLL}.calculate_log_probs=False", "or remove"),
     ((GUARD, "algorithm.rollout_correction.bypass_mode=True"), "bypass_mode=True", f"or remove {GUARD[:-5]}"),
     ((GUARD, "trainer.use_v1=False"), "without one of verl's V1 trainers", f"or remove {GUARD[:-5]}"),
+    # trainers
+    ("actor_rollout_ref.actor.fsdp_config.qat.enable=True", "actor.fsdp_config.qat.enable=True: weight", "False"),
+    *((("model_engine=megatron", f"++{MEGATRON}.{key}=True"), f"{MEGATRON}.{key}=True: ", "Set it to False")
+      for key in ("qat.enable", "override_ddp_config.overlap_param_gather")),
     # other keys of the rollout
+    *((f"{ROLL}.{key}=abc", f"{ROLL}.{key}='abc': not a whole number", "for example 1")
+      for key in ("nnodes", "n_gpus_per_node", "tensor_model_parallel_size", "data_parallel_size")),
     *((f"{ROLL}.multi_stage_wake_up={word}", f"multi_stage_wake_up={word!r}: not a boolean", "True or False")
       for word in ("no", "off", "yes", "on", "maybe", 1)),
     *((f"{ROLL}.dtype={name}", f"dtype={name!r}: not a dtype of SGLang's weights", "bfloat16")
@@ -81,8 +104,7 @@ REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
     (f"{ROLL}.load_format=flash_rl", "load_format='flash_rl': ", "enabled=False"),
     # arguments of SGLang
     *((f"+{SGL}.{key}={value}", f"sglang.{key}={value!r}: ", f"{ROLL}.{ours}") for key, value, ours in (
-        ("dp_size", 2, "data_parallel_size"), ("tp_size", 4, "tensor_model_parallel_size"),
-        ("dtype", "float16", "dtype"), ("load_format", "auto", "load_format"))),
+        ("dp_size", 2, "data_parallel_size"), ("tp_size", 4, "tensor_model_parallel_size"))),
     (f"+{SGL}.model_path=/m", "sglang.model_path='/m': ", "Remove it, and set " + MODEL),
     ("+" + SGL + ".json_model_override_args='{\"quantization_config\":{}}'", "json_model_override_args=", "without"),
     *((f"+{SGL}.{key}={value}", f"sglang.{key}={value!r}: ", "Remove it") for key, value in (
@@ -125,7 +147,8 @@ def test_a_separate_rollout_may_keep_its_requests_and_its_backend_gets_the_setti
     assert rollout_of(*SEPARATE, f"{SYNC}.pause=retract").custom.sync.pause == "retract"
     # As in a config of verl's one_step_off, which does not read the trainer's mode
     keys = (f"{SYNC}.pause=retract", f"{SYNC}.timeout_seconds=60", f"{ROLL}.dtype=float16")
-    rollout = rollout_of(OURS, "+rollout.nnodes=1", *keys)
+    rollout = rollout_of(OURS, "+rollout.nnodes=1", "+rollout.n_gpus_per_node=2", *keys)
+    rollout_of(OURS, "+rollout.nnodes=0", "+async_training.use_dynamic_resource_scheduling=True")
     given = rollout.checkpoint_engine.engine_kwargs[settings.SEPARATE_BACKEND]
     assert given.sync == {**given.sync, "timeout_seconds": 60, "pause": "retract"}
     assert (given.dtype, given.rollout) == ("float16", "sglang")
@@ -176,6 +199,26 @@ def test_both_bucket_keys_say_what_the_run_uses(name: str, engine: tuple[str, ..
         assert raw["checkpoint_engine"]["update_weights_bucket_megabytes"] == megabytes
 
 
+def test_a_checkpoint_engine_of_verls_keeps_its_bucket_and_the_plugins_is_ours() -> None:
+    separate = ("trainer.v1.trainer_mode=separate_async", f"{ROLL}.checkpoint_engine.backend=mooncake")
+    for given, ours, verls in ((), 512, STOCK_MEGABYTES), ((f"{SHORT_BUCKET_KEY}=64",), 64, 64):
+        config = config_of(*separate, *given)
+        driver.apply_keys(config, resolved=True)  # the trainer, again
+        rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+        assert (settings.bucket_of(rollout), rollout.checkpoint_engine.update_weights_bucket_megabytes) == (ours, verls)
+
+
+def test_a_config_without_our_keys_gets_our_defaults() -> None:
+    """One that is written out holds verl's, as if they were given."""
+    config, key = composed(name="_generated_ppo_trainer.yaml"), "update_weights_bucket_megabytes"
+    rollout = config.actor_rollout_ref.rollout
+    assert settings.bucket_of(omega_conf_to_dataclass(rollout)) == settings.DEFAULT_MEGABYTES
+    for engine in (rollout.checkpoint_engine, {"backend": "naive"}):
+        rollout.checkpoint_engine = engine
+        assert driver.apply_keys(config, resolved=True) == "weight sync on" and rollout.multi_stage_wake_up is True
+        assert rollout.checkpoint_engine[key] == settings.DEFAULT_MEGABYTES
+
+
 @pytest.mark.parametrize("overrides", list(BUCKETS)[:3])
 def test_without_a_driver_verls_dataclass_holds_the_same_and_explains_a_bad_key(overrides: tuple[str, ...]) -> None:
     config = omega_conf_to_dataclass(unsettled(*overrides))
@@ -196,6 +239,23 @@ def test_settings_survive_the_trip_through_yaml_and_everything_else_is_verls() -
     assert set(ours) - set(STOCK) <= added
 
 
+def test_a_line_says_what_has_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
+    off, key, nccl = f"{SYNC}.enabled=False", f"{SYNC}.verify=7", f"{ROLL}.checkpoint_engine.backend=nccl"
+    apart = f"weight sync on; to the separate rollout nccl moves the weights, without {key}"
+    for program, overrides, line in (
+        *(
+            ("main_ppo", given, f"{driver.OFF}{said}")
+            for given, said in (([off], ""), ([off, key], f", without {key}"))
+        ),
+        *(
+            ("main_generation_server", [key], f"{driver.OFF}, without {key}"),
+            ("main_ppo", [*SEPARATE, nccl, key], apart),
+        ),
+    ):
+        config_of(*overrides, program=program)
+        assert capsys.readouterr().out.strip().partition("driver: ")[2] == line
+
+
 OFF = {"sync": {"enabled": False}}
 
 
@@ -207,10 +267,20 @@ def as_stock(rollout: DictConfig, sync: Any = None) -> None:
     assert {**found, "name": None} == {**stock, "name": None}
 
 
+def test_a_rollout_config_of_the_users_counts_where_it_does_for_stock_verl(tmp_path: Path) -> None:
+    (tmp_path / "own" / "rollout").mkdir(parents=True)
+    OmegaConf.save(OmegaConf.merge(STOCK, {"mine": 42}), tmp_path / "own" / "rollout" / "rollout.yaml")
+    own, verls, sglang = f"file://{tmp_path}/own", "pkg://verl.trainer.config", f"{ROLL}.name=sglang"
+    for path, mine in (([own, verls], 42), ([verls, own], None)):
+        OmegaConf.save({"hydra": {"searchpath": path}, "defaults": ["ppo_trainer", "_self_"]}, tmp_path / "main.yaml")
+        rollout = hydra_run.run(tmp_path, sglang, name="main", config_dir=tmp_path).actor_rollout_ref.rollout
+        assert rollout.get("mine") == mine and ("custom" in rollout) is (mine is None)
+
+
 def test_what_verl_moves_has_verls_own_config(tmp_path: Path) -> None:
     as_stock(rollout_of(f"{SYNC}.enabled=False"), OFF)
     as_stock(rollout_of("actor_rollout_ref.hybrid_engine=False"), OFF)
-    for key in (f"{SHORT_BUCKET_KEY}=0", f"{ROLL}.quantization=fp8", f"{SYNC}.enabled=False"):
+    for key in (f"{SHORT_BUCKET_KEY}=64", f"{ROLL}.quantization=fp8", f"{SYNC}.enabled=False"):
         rollout_of(f"{ROLL}.name=vllm", key)
     config = omega_conf_to_dataclass(unsettled(f"{ROLL}.name=vllm", f"{SYNC}.enabled=False"))
     assert config.checkpoint_engine.update_weights_bucket_megabytes == STOCK_MEGABYTES
@@ -246,10 +316,8 @@ def test_a_multirun_without_a_trainer_that_settles_is_told_what_to_set(tmp_path:
     """Hydra has copied the config when a job of a multirun is announced; V1's trainers settle it themselves."""
     lora = (f"{ROLL}.name=sglang", f"{MODEL}.lora.rank=8", f"{MODEL}.lora.merge=True")
     assert len(hydra_run.multirun(tmp_path, *lora)) == 1
-    for given, said in (
-        (lora, r"model\.lora_rank=8 .*model\.lora_alpha=32"),
-        ((lora[0], "model_engine=veomni"), r"custom\.sync\.enabled=False"),
-    ):
+    veomni = lora[0], "model_engine=veomni"
+    for given, said in ((lora, r"\.lora_rank=8 .*\.lora_alpha=32"), (veomni, r"custom\.sync\.enabled=False")):
         with pytest.raises(SystemExit, match=rf"--multirun.*{said}"):
             hydra_run.multirun(tmp_path, *given, "trainer.use_v1=False")
 

@@ -139,20 +139,14 @@ UNSERVABLE: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("saved", "targets", "says"),
-    [
-        ({"r": 9}, "all-linear", f"{MODEL}.lora_rank=8 with WHERE, which has r=9. Set {MODEL}.lora_rank=9"),
-        *(({key: value}, "all-linear", f"WHERE, which has {key}={value!r}") for key, value in UNSERVABLE.items()),
-        ({"target_modules": ["k_proj", "v_proj"]}, "all-linear", "needs factors of q_proj, too"),
-        (
-            {"target_modules": ["q_proj", "v_proj", "o_proj"]}, "[q_proj,v_proj]",
-            f"{MODEL}.target_modules=['q_proj', 'v_proj'] with WHERE, which adapts o_proj",
-        ),
-        ({"r": 4}, "all-linear", ""),
-        ({"target_modules": ".*_proj"}, "all-linear", ""),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("saved", "targets", "says"), [
+    ({"r": 9}, "all-linear", f"{MODEL}.lora_rank=8 with WHERE, which has r=9. Set {MODEL}.lora_rank=9"),
+    *(({key: value}, "all-linear", f"WHERE, which has {key}={value!r}") for key, value in UNSERVABLE.items()),
+    ({"target_modules": ["k_proj", "v_proj"]}, "all-linear", "needs factors of q_proj, too"),
+    ({"target_modules": ["q_proj", "v_proj", "o_proj"]}, "[q_proj,v_proj]",
+     f"{MODEL}.target_modules=['q_proj', 'v_proj'] with WHERE, which adapts o_proj"),
+    *((passes, "all-linear", "") for passes in ({"r": 4}, {"target_modules": ".*_proj"})),
+])  # fmt: skip
 def test_an_existing_adapter_to_serve(saved: dict[str, Any], targets: str, says: str, tmp_path: Path) -> None:
     LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], **saved}).save_pretrained(tmp_path)
     given = f"{MODEL}.lora_adapter_path={tmp_path}", f"{MODEL}.target_modules={targets}"
@@ -188,10 +182,8 @@ def test_what_of_an_adapters_folder_is_refused(tmp_path: Path) -> None:
 # An adapted embedding or head: of a model that ties them (or does not say), what is refused where it is merged
 EMBEDDING, HEAD = f"{MODEL}.target_modules=[o_proj,embed_tokens]", f"{MODEL}.target_modules=[lm_head]"
 UNTIE = f"+{MODEL}.override_config.tie_word_embeddings=False"
-BY_VERL = (
-    f"which verl cannot shard with {STRATEGY}=fsdp2",
-    f"set {STRATEGY}=fsdp and actor_rollout_ref.actor.fsdp_config.use_orig_params=True",
-)
+FSDP1 = f"set {STRATEGY}=fsdp and actor_rollout_ref.actor.fsdp_config.use_orig_params=True"
+BY_VERL = (f"which verl cannot shard with {STRATEGY}=fsdp2", FSDP1)
 ENDS: list[tuple[bool | None, tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = [
     *((True, (given,), ("fsdp", "fsdp2"), (said, "are tied", f"{MODEL}.exclude_modules")) for given, said in (
         (EMBEDDING, f"{MODEL}.target_modules=['o_proj', 'embed_tokens'] adapts model.embed_tokens"),
@@ -200,9 +192,7 @@ ENDS: list[tuple[bool | None, tuple[str, ...], tuple[str, ...], tuple[str, ...]]
         (f"{MODEL}.lora_adapter_path=FOLDER", f"{MODEL}.lora_adapter_path='FOLDER' adapts model.embed_tokens"))),
     *((tied, given, ("fsdp2",), BY_VERL) for given in (EMBEDDING, HEAD) for tied, given in (
         (False, (given,)), (True, (given, UNTIE)))),
-    (True, (EMBEDDING, f"{MODEL}.exclude_modules=[embed_tokens]"), (), ()),
-    (True, (), (), ()),
-    (None, (HEAD,), (), ()),
+    (True, (EMBEDDING, f"{MODEL}.exclude_modules=[embed_tokens]"), (), ()), (True, (), (), ()), (None, (HEAD,), (), ()),
 ]  # fmt: skip
 
 

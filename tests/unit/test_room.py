@@ -30,7 +30,7 @@ class Trainer:
         patch.setenv("RAY_LOCAL_WORLD_SIZE", "1")
         patch.setattr(adapter, "read_device", lambda device: self)
         patch.setattr(adapter, "release_cache", lambda device: self.cached)
-        config = RolloutConfig(name="sglang", multi_stage_wake_up=True, custom=custom, max_model_len=64)
+        config = RolloutConfig(name="sglang", custom=custom, max_model_len=64)
         model: Any = SimpleNamespace(lora_rank=0, lora={})
         self.adapter: Any = SyncServerAdapter(config, model, Mock())
 
@@ -50,18 +50,12 @@ class Trainer:
         return first > 0, report.emptied_caches > first
 
 
-@pytest.mark.parametrize(
-    ("total", "activations", "reserve"),
-    [
-        (H200, 0, H200 // 5),
-        (H100, 0, 16 * GIB),  # SGLang's own estimate for its chunks of 8192 tokens: 13 GiB
-        (40 * GIB, 0, 8 * GIB),  # and of 4096: 7 GiB
-        # what the engine took, and never less than a part
-        (H200, 1, H200 // 32),
-        (H200, 3 * GIB, 7 * GIB),
-        (H200, 40 * GIB, 81 * GIB),
-    ],
-)
+@pytest.mark.parametrize(("total", "activations", "reserve"), [
+    # SGLang's own estimate for its chunks of 8192 tokens is 13 GiB, and of 4096 7 GiB
+    (H200, 0, H200 // 5), (H100, 0, 16 * GIB), (40 * GIB, 0, 8 * GIB),
+    # what the engine took, and never less than a part
+    (H200, 1, H200 // 32), (H200, 3 * GIB, 7 * GIB), (H200, 40 * GIB, 81 * GIB),
+])  # fmt: skip
 def test_reserve(total: int, activations: int, reserve: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also an engine that resumes nothing has to generate; the most that it took counts."""
     trainer = Trainer(monkeypatch)
@@ -72,18 +66,12 @@ def test_reserve(total: int, activations: int, reserve: int, monkeypatch: pytest
         assert trainer.sync() == (goes, goes)
 
 
-@pytest.mark.parametrize(
-    ("learnt", "goes"),
-    [
-        ([[(8, 30)], [(8, 30)]], (False, False)),
-        # In the first sync the engine frees 20 GiB while it resumes, and one rank is asked before it has resumed all
-        ([[(8, 25)], [(8, 45)]], (False, True)),
-        ([[(8, 45)], [(8, 25)]], (False, True)),
-        ([[(8, 45), (8, 1)]] * 2, (False, True)),
-        ([[(8, 1), (8, 45)]] * 2, (False, True)),
-        ([[(-2, 25)]] * 2, (True, False)),  # nonsense is no knowledge
-    ],
-)
+@pytest.mark.parametrize(("learnt", "goes"), [
+    ([[(8, 30)], [(8, 30)]], (False, False)), ([[(-2, 25)]] * 2, (True, False)),  # nonsense is no knowledge
+    # In the first sync the engine frees 20 GiB while it resumes, and one rank is asked before it has resumed all
+    ([[(8, 25)], [(8, 45)]], (False, True)), ([[(8, 45)], [(8, 25)]], (False, True)),
+    ([[(8, 45), (8, 1)]] * 2, (False, True)), ([[(8, 1), (8, 45)]] * 2, (False, True)),
+])  # fmt: skip
 def test_it_empties_until_it_has_learnt_the_most_of_all_syncs_and_ranks(
     learnt: list[list[tuple[int, int]]], goes: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,13 +123,14 @@ def make(tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> M
 
     def made(
         manager: Any, pause: str = "abort", mode: RolloutMode = RolloutMode.STANDALONE,
-        backend: str = SEPARATE_BACKEND, node_rank: int = 0,
+        backend: str = SEPARATE_BACKEND, node_rank: int = 0, **start: Any,
     ) -> Any:  # fmt: skip
         engine, custom = CheckpointEngineConfig(backend=backend), {"sync": {"pause": pause}}
-        config = RolloutConfig(name="sglang", custom=custom, checkpoint_engine=engine, max_model_len=64)
+        config = RolloutConfig(name="sglang", custom=custom, checkpoint_engine=engine, max_model_len=64, **start)
         server = SyncSGLangHttpServer(config, HFModelConfig(path=tiny_model("qwen2")), mode, [], 0, node_rank, 1, "", 0)
         server.tokenizer_manager = manager
         server.guard_requests()
+        server.waited = server._gate.closed
         server._gate.succeed(server._gate.begin())
         return server
 
@@ -154,6 +155,11 @@ async def test_the_cache_is_flushed_once_and_a_flush_that_fails_locks_the_gate(m
         await loaded(server, 9)
     with pytest.raises(RuntimeError, match="waking up after the sync failed"):
         await ask(server)
+
+
+async def test_nothing_is_generated_of_made_up_weights_and_anything_of_a_checkpoints(make: Make) -> None:
+    for begins, waits in (("auto", ""), ("dummy", "the engine has no synced weights: sync weights first")):
+        assert make(Manager(), **COLOCATED, load_format=begins).waited == waits
 
 
 async def test_new_arguments(make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -343,14 +349,10 @@ def test_sglang_loads_into_the_target_and_not_into_the_draft(make: Make, monkeyp
     assert target.update_weights_from_tensor.called and not draft.update_weights_from_tensor.called
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kept"),
-    [
-        ({"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/a/draft"}, (True, "auto")),
-        ({"speculative_algorithm": "NGRAM"}, (None, None)),
-        ({"enable_weights_cpu_backup": True}, (None, None)),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "kept"), [
+    ({"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/a/draft"}, (True, "auto")),
+    ({"speculative_algorithm": "NGRAM"}, (None, None)), ({"enable_weights_cpu_backup": True}, (None, None)),
+])  # fmt: skip
 def test_a_draft_is_loaded_from_its_checkpoint_and_kept_while_the_engine_sleeps(
     arguments: dict[str, Any], kept: tuple[Any, Any], make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

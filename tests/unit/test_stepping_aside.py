@@ -41,30 +41,22 @@ CASES: list[tuple[Given, str]] = [
     (MTP, f"{ROLLOUT}.mtp.enable_rollout=True: weight sync has no draft model"),
     ((f"{ROLLOUT}.disaggregation.enabled=True",), f"{ROLLOUT}.disaggregation.enabled=True: weight sync serves one"),
     ((ON_MEGATRON, f"{MEGATRON}.use_megatron_fsdp=True"), f"{MEGATRON}.use_megatron_fsdp=True: "),
-    (
-        (ON_MEGATRON, f"{MEGATRON}.vanilla_mbridge=True"),
-        f"{MEGATRON}.vanilla_mbridge=True: weight sync serves Megatron-Bridge",
-    ),
+    ((ON_MEGATRON, f"{MEGATRON}.vanilla_mbridge=True"), f"{MEGATRON}.vanilla_mbridge=True: weight sync serves"),
     ((f"+{ARGUMENTS}.speculative_algorithm=NEXTN",), f"{ARGUMENTS}.speculative_algorithm='NEXTN' without "),
     ((f"{ROLLOUT}.dtype=auto",), f"{ROLLOUT}.dtype='auto': "),
-]
-STRATEGIES = {
-    "veomni": VEOMNI, "torchtitan": "model_engine=torchtitan", "fsdp_turbo": f"{STRATEGY}=fsdp_turbo",
-    "automodel": f"{STRATEGY}=automodel",
-}  # fmt: skip
+    *(((f"+{ARGUMENTS}.{key}={value}",), f"{ARGUMENTS}.{key}={value!r}: weight sync goes by {ROLLOUT}.{key}=")
+      for key, value in (("dtype", "float16"), ("load_format", "auto"))),
+]  # fmt: skip
+STRATEGIES = {"veomni": VEOMNI, "torchtitan": "model_engine=torchtitan"}
+STRATEGIES |= {each: f"{STRATEGY}={each}" for each in ("fsdp_turbo", "automodel")}
 IN_FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        *((overrides, (cause,)) for overrides, cause in CASES),
-        *(
-            ((choice,), (f"{STRATEGY}={name}", "fsdp, fsdp2, megatron", "register_sharding_manager"))
-            for name, choice in STRATEGIES.items()
-        ),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "said"), [
+    *((overrides, (cause,)) for overrides, cause in CASES),
+    *(((choice,), (f"{STRATEGY}={name}", "fsdp, fsdp2, megatron", "register_sharding_manager"))
+      for name, choice in STRATEGIES.items()),
+])  # fmt: skip
 def test_stock_verl_moves_the_weights_and_one_line_says_so(
     overrides: Given, said: Given, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,78 +66,46 @@ def test_stock_verl_moves_the_weights_and_one_line_says_so(
     assert "weight sync NOT IN USE, stock verl moves the weights. " in line and all(each in line for each in said)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "config", "overrides", "said"),
-    [
-        # where a key of the plugin asks for it
-        *(
-            (QWEN2, {}, (*overrides, SHORT), (cause, f"so {SHORT} cannot be followed. Remove that key", TURN_OFF))
-            for overrides, cause in CASES
-        ),
-        *(
-            (QWEN2, {}, (VEOMNI, asked), (f"{STRATEGY}=veomni", f"so {asked}", "Remove that key, and stock verl moves"))
-            for asked in (SHORT, ON, COMPOSED, f"{KEY_PREFIX}.verify=always")
-        ),
-        (
-            QWEN2, {}, (VEOMNI, OURS),
-            (f"{STRATEGY}=veomni", f"so {OURS} cannot be followed. Use another, such as nccl."),
-        ),
-        (  # it would train all parameters where the user has asked for an adapter
-            QWEN2, {}, (*MTP, f"{MODEL}.lora.rank=8"),
-            (f"{MODEL}.lora.rank=8 with stock verl's trainer: verl's own", f"{MODEL}.lora_rank=8"),
-        ),
-        *(
-            (QWEN2, {}, (FP8, *overrides), (shown,))
-            for shown, *overrides in (
-                (f"quantization='fp8' with {MODEL}.lora.merge=False and LoRA rank 8: ", f"{MODEL}.lora_rank=8"),
-                ("quantization='int8': verl quantizes for SGLang to fp8 alone", f"{ROLLOUT}.quantization=int8"),
-                (f"{ARGUMENTS}.json_model_override_args=", f"+{ARGUMENTS}.json_model_override_args='{{}}'"),
-                (
-                    "vanilla_mbridge=True with LoRA rank 8: mbridge has no LoRA",
-                    ON_MEGATRON, f"{MEGATRON}.vanilla_mbridge=True", f"++{MODEL}.lora.rank=8",
-                ),
-                (f"{ARGUMENTS}.torchao_config='int8wo': ", f"+{ARGUMENTS}.torchao_config=int8wo"),
-                (f"{ARGUMENTS}.hicache_storage_backend='file': ", f"+{ARGUMENTS}.hicache_storage_backend=file"),
-            )
-        ),
-        *(  # models that no sync gets right
-            (name, config, engine, (f"{MODEL}.path=", f"{name}{reason} cannot be synced to SGLang: ", TURN_OFF))
-            for engine in ((), (ON_MEGATRON,))
-            for name, reason, config in (
-                ("Llama4ForCausalLM", "", {}),
-                ("Qwen2MoeForCausalLM", " with mlp_only_layers=[0]", DENSE),
-                (QWEN3_MOE, " with decoder_sparse_step=2", {"decoder_sparse_step": 2}),
-                ("Qwen3VLMoeForConditionalGeneration", " with mlp_only_layers=[0]", {"text_config": DENSE}),
-                ("GptOssForCausalLM", " with mxfp4", {"quantization_config": {"quant_method": "mxfp4"}}),
-            )
-        ),
-        ("LlamaForCausalLM", {"quantization_config": {"bits": 4}}, (), ("its checkpoint is quantized",)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("architecture", "config", "overrides", "said"), [
+    # where a key of the plugin asks for it
+    *((QWEN2, {}, (*overrides, SHORT), (cause, f"so {SHORT} cannot be followed. Remove that key", TURN_OFF))
+      for overrides, cause in CASES),
+    *((QWEN2, {}, (VEOMNI, asked), (f"{STRATEGY}=veomni", f"so {asked}", "Remove that key, and stock verl moves"))
+      for asked in (SHORT, ON, COMPOSED, f"{KEY_PREFIX}.verify=always")),
+    (QWEN2, {}, (VEOMNI, OURS), (f"{STRATEGY}=veomni", f"so {OURS} cannot be followed. Use another, such as nccl.")),
+    (QWEN2, {}, (*MTP, f"{MODEL}.lora.rank=8"),  # it would train all parameters where an adapter is asked for
+     (f"{MODEL}.lora.rank=8 with stock verl's trainer: verl's own", f"{MODEL}.lora_rank=8")),
+    *((QWEN2, {}, (FP8, *overrides), (shown,)) for shown, *overrides in (
+        (f"quantization='fp8' with {MODEL}.lora.merge=False and LoRA rank 8: ", f"{MODEL}.lora_rank=8"),
+        ("quantization='int8': verl quantizes for SGLang to fp8 alone", f"{ROLLOUT}.quantization=int8"),
+        (f"{ARGUMENTS}.json_model_override_args=", f"+{ARGUMENTS}.json_model_override_args='{{}}'"),
+        ("vanilla_mbridge=True with LoRA rank 8: mbridge has no LoRA",
+         ON_MEGATRON, f"{MEGATRON}.vanilla_mbridge=True", f"++{MODEL}.lora.rank=8"),
+        *((f"{ARGUMENTS}.{key}={value!r}: ", f"+{ARGUMENTS}.{key}={value}")
+          for key, value in (("torchao_config", "int8wo"), ("hicache_storage_backend", "file"))))),
+    # models that no sync gets right
+    *((name, config, engine, (f"{MODEL}.path=", f"{name}{reason} cannot be synced to SGLang: ", TURN_OFF))
+      for engine in ((), (ON_MEGATRON,)) for name, reason, config in (
+          ("Llama4ForCausalLM", "", {}), ("Qwen2MoeForCausalLM", " with mlp_only_layers=[0]", DENSE),
+          (QWEN3_MOE, " with decoder_sparse_step=2", {"decoder_sparse_step": 2}),
+          ("Qwen3VLMoeForConditionalGeneration", " with mlp_only_layers=[0]", {"text_config": DENSE}),
+          ("GptOssForCausalLM", " with mxfp4", {"quantization_config": {"quant_method": "mxfp4"}}))),
+    ("LlamaForCausalLM", {"quantization_config": {"bits": 4}}, (), ("its checkpoint is quantized",)),
+])  # fmt: skip
 def test_refused(architecture: str, config: dict[str, Any], overrides: Given, said: Given, tmp_path: Path) -> None:
     text = refused(checkpoint(tmp_path, architecture, **config), *overrides)
     assert all(each in text for each in said), text
 
 
-@pytest.mark.parametrize(
-    ("architecture", "config", "arguments"),
-    [
-        (QWEN3_MOE, {"mlp_only_layers": [], "decoder_sparse_step": 1}, {}),
-        (QWEN3_MOE, {"mlp_only_layers": None}, {}),
-        (QWEN2, DENSE, {}),
-        ("MixtralForCausalLM", {"quantization_config": None}, {}),
-        ("DeepseekV3ForCausalLM", IN_FP8, {}),
-        # drafts that are not trained
-        *(
-            (QWEN2, {}, {"speculative_algorithm": name, **draft})
-            for names, draft in (
-                (("NGRAM", "ngram"), {}),
-                (("EAGLE3", "STANDALONE"), {"speculative_draft_model_path": "/a/draft"}),
-            )
-            for name in names
-        ),
-    ],
-)
+@pytest.mark.parametrize(("architecture", "config", "arguments"), [
+    (QWEN3_MOE, {"mlp_only_layers": [], "decoder_sparse_step": 1}, {}), (QWEN3_MOE, {"mlp_only_layers": None}, {}),
+    (QWEN2, DENSE, {}), ("MixtralForCausalLM", {"quantization_config": None}, {}),
+    ("DeepseekV3ForCausalLM", IN_FP8, {}),
+    # drafts that are not trained
+    *((QWEN2, {}, {"speculative_algorithm": name}) for name in ("NGRAM", "ngram")),
+    *((QWEN2, {}, {"speculative_algorithm": name, "speculative_draft_model_path": "/a/draft"})
+      for name in ("EAGLE3", "STANDALONE")),
+])  # fmt: skip
 def test_plain_is_served(architecture: str, config: dict[str, Any], arguments: dict[str, str], tmp_path: Path) -> None:
     given = [f"+{ARGUMENTS}.{key}={value}" for key, value in arguments.items()]
     given += [FP8] if config == IN_FP8 else []  # verl's fp8 takes the place of the checkpoint's own
@@ -159,6 +119,15 @@ def test_what_cannot_be_read_is_left_to_the_first_sync(tmp_path: Path) -> None:
         if content is not None:
             (tmp_path / "config.json").write_text(content)
         assert rollout_of(f"{MODEL}.path={tmp_path}").custom.sync.enabled is True
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "said"), [("DEVICE", "npu", "npu of nvidia"), ("VENDOR", "metax", "cuda of metax")]
+)
+def test_a_device_without_our_engines(what: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"VERL_ENGINE_{what}", value)
+    assert rollout_of().custom.sync.enabled is False
+    assert f"{STRATEGY}=fsdp on {said}: weight sync has engines for cuda of nvidia and" in refused(SHORT)
 
 
 def test_a_worker_refuses_what_the_driver_could_not_read() -> None:

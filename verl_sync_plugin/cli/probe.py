@@ -163,7 +163,7 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
         with hydra.initialize_config_dir(str(verl_configs()), job_name=program, version_base=None):  # as verl
             config = hydra.compose(name, overrides)
         line = apply_keys(config, overrides, program)
-        if line == OFF:
+        if line.startswith(OFF):
             found = [warning(check, line, f"leave out {KEY_PREFIX}.enabled=False for the plugin to move them")]
         elif line.startswith(NOT_IN_USE):
             found = [problem(check, line, "leave that key out, or use another value, for the plugin to move them")]

@@ -9,12 +9,14 @@ callback that settles come from the package's ``configs`` folder.
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from hydra.core.config_search_path import ConfigSearchPath
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathElement
 from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -24,7 +26,7 @@ from verl_sync_plugin.config.settings import SyncConfig
 
 SCHEME = "verl-sync"
 TARGET = "verl_sync_plugin.hooks.driver.SyncRolloutConfig"
-CONFIG = "rollout/rollout"
+CONFIG, PACKAGE = "rollout/rollout", "verl.trainer.config"
 
 
 def not_given(default: Any) -> str:
@@ -65,7 +67,7 @@ def rollout_config() -> Any:
 
 
 class SyncConfigSource(ConfigSource):
-    """Serves ``rollout/rollout`` under the scheme ``verl-sync://``."""
+    """Serves ``rollout/rollout`` under ``verl-sync://rollout``, and nothing under another path."""
 
     @staticmethod
     def scheme() -> str:
@@ -80,10 +82,10 @@ class SyncConfigSource(ConfigSource):
         return ConfigResult(config=config, path=path, provider=self.provider, header={"package": None})
 
     def is_group(self, config_path: str) -> bool:
-        return config_path.strip("/") in ("", "rollout")
+        return config_path.strip("/") in ("", "rollout") and self.path == "rollout"
 
     def is_config(self, config_path: str) -> bool:
-        return self._normalize_file_name(config_path).strip("/") == f"{CONFIG}.yaml"
+        return self._normalize_file_name(config_path).strip("/") == f"{CONFIG}.yaml" and self.path == "rollout"
 
     def list(self, config_path: str, results_filter: ObjectType | None = None) -> list[str]:
         # In the group ``rollout`` there is the config ``rollout``
@@ -91,14 +93,30 @@ class SyncConfigSource(ConfigSource):
         return ["rollout"] if self.is_group(config_path) and results_filter in (None, wanted) else []
 
 
+class SyncElement(SearchPathElement):
+    """Our source in a search path, whose ``elements`` are read only when Hydra makes the sources: it copies the path
+    and adds ``hydra.searchpath`` later. A rollout config of the user's own that comes before verl's is used as it is.
+    """
+
+    def __init__(self, elements: MutableSequence[SearchPathElement]) -> None:
+        self.provider, self.elements = "verl-sync-plugin", elements
+
+    @property
+    def path(self) -> str:  # type: ignore[override]
+        for each in (element for element in self.elements if element is not self):
+            scheme, _, place = str(each.path).rpartition("://")
+            if SourcesRegistry.instance().resolve(scheme or "file")(each.provider, each.path).is_config(CONFIG):
+                verls = Path(place).resolve() == verl_configs() or place.replace("/", ".").strip(".") == PACKAGE
+                return f"{SCHEME}://{'rollout' if verls else ''}"
+        return f"{SCHEME}://rollout"
+
+
 class SyncSearchPath(SearchPathPlugin):
     """Puts our source before verl's folder, and the ``configs`` folder after it."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        folders = (Path((element.path or "").removeprefix("file://")) for element in search_path.get_path())
-        # A rollout config in a folder of the user's own is used as it is
-        if not any((each / f"{CONFIG}.yaml").is_file() and each.resolve() != verl_configs() for each in folders):
-            search_path.prepend("verl-sync-plugin", f"{SCHEME}://rollout")
+        elements = search_path.get_path()
+        elements.insert(0, SyncElement(elements))
         package = Path(__file__).resolve().parents[1]
         configs = package / "configs"  # where it is installed; in a source checkout it is next to the package
         search_path.append("verl-sync-plugin", f"file://{configs if configs.is_dir() else package.parent / 'configs'}")

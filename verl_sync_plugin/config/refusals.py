@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from verl_sync_plugin.config.settings import (
     KEY_PREFIX,
     MODEL,
@@ -24,12 +26,14 @@ from verl_sync_plugin.config.settings import (
 ACTOR = "actor_rollout_ref.actor"
 MODE_KEY = "trainer.v1.trainer_mode"
 SEPARATE_ASYNC = "separate_async"
+SIZES = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+NO_QAT = "weight sync does not quantize"
+LATE = ("override_ddp_config.overlap_param_gather=True", "verl syncs before parameters are gathered", "Set it to False")
 COLOCATED_MODES = ("sync", "colocate_async")  # with these verl syncs by its backend ``naive``, whatever is set
 BACKEND_KEY = f"{ROLLOUT}.checkpoint_engine.backend"
-NO_MEGATRON_LORA = (
-    f"Install Megatron-Bridge and set {ACTOR}.megatron.vanilla_mbridge=False, or train all parameters with "
-    f"{MODEL}.lora.rank=0"
-)
+OUR_BACKEND = f"{BACKEND_KEY}={SEPARATE_BACKEND}"
+_BRIDGE = f"Install Megatron-Bridge and set {ACTOR}.megatron.vanilla_mbridge=False"
+NO_MEGATRON_LORA = f"{_BRIDGE}, or train all parameters with {MODEL}.lora.rank=0"
 
 
 def left_to_verl(rollout: Any) -> str:
@@ -44,7 +48,7 @@ def left_to_verl(rollout: Any) -> str:
     return ""
 
 
-def _rank(value: Any) -> bool:
+def _count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
@@ -56,12 +60,13 @@ def _boolean(value: Any) -> bool:
     return isinstance(value, bool)
 
 
+_WHOLE = "not a whole number from 0 on"
 # Keys of verl's whose values nobody checks before they are used: the test, the problem, what to use instead.
 # Hydra reads ``no`` and ``off`` as words, and a word counts as true wherever it is not asked for
 VALUES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     f"{ROLLOUT}.multi_stage_wake_up": (_boolean, "not a boolean", f"{ROLLOUT}.multi_stage_wake_up=True or False"),
-    f"{MODEL}.lora.rank": (_rank, "not a whole number from 0 on", "for example 32"),
-    f"{MODEL}.lora_rank": (_rank, "not a whole number from 0 on", "for example 32"),
+    **{f"{MODEL}.{key}": (_count, _WHOLE, "for example 32") for key in ("lora.rank", "lora_rank")},
+    **{f"{ROLLOUT}.{key}": (_count, _WHOLE, "for example 1") for key in ("nnodes", "n_gpus_per_node", *SIZES)},
     f"{MODEL}.lora.alpha": (_number, "not a number", "for example 32"),
     f"{MODEL}.lora_alpha": (_number, "not a number", "for example 32"),
     f"{MODEL}.lora.merge": (_boolean, "not a boolean", f"{MODEL}.lora.merge=True or False"),
@@ -87,16 +92,16 @@ def refuse_combinations(config: Any, moves: bool) -> None:
     trainer, sync = config.get("trainer", None) or {}, sync_config_of(rollout)
     # verl's experimental mains do not read ``trainer.v1``
     v1 = not ("async_training" in config or "rollout" in config)
-    mode = str((trainer.get("v1", None) or {}).get("trainer_mode", None) or "") if v1 else ""
-    backend = section(rollout, "checkpoint_engine", f"{ROLLOUT}.checkpoint_engine").get("backend", "naive")
+    mode = str(OmegaConf.select(config, MODE_KEY) or "") if v1 else ""
+    backend = OmegaConf.select(config, BACKEND_KEY)
     separate = backend == SEPARATE_BACKEND
     rank, merge = lora_rank_of(model), bool(section(model, "lora", f"{MODEL}.lora").get("merge", False))
     served = bool(rank) and not merge
-    nodes, each = (int(rollout.get(key, 0) or 0) for key in ("nnodes", "n_gpus_per_node"))
-    gpus = nodes * each
-    sizes = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-    needed = math.prod(int(rollout.get(key, 1) or 1) for key in sizes)
-    correction = (config.get("algorithm", None) or {}).get("rollout_correction", None) or {}
+    # verl's experimental mains take them from here, later
+    pool, where = (config.rollout, "rollout") if "nnodes" in (config.get("rollout", None) or {}) else (rollout, ROLLOUT)
+    nodes, each = (pool.get(key, None) or 0 for key in ("nnodes", "n_gpus_per_node"))
+    own = pool is not rollout and not OmegaConf.select(config, "async_training.use_dynamic_resource_scheduling")
+    gpus, needed = nodes * each, math.prod(rollout.get(key, None) or 1 for key in SIZES)
     merged, adapter = f"{MODEL}.lora.merge=True", f"{MODEL}.lora.merge=False and LoRA rank {rank}"
     if sync.pause != "abort":
         abort = f"{KEY_PREFIX}.pause=abort"
@@ -113,13 +118,28 @@ def refuse_combinations(config: Any, moves: bool) -> None:
         )
     if separate:
         # with too few verl would start no engine, and say nothing
-        few = f"the rollout has {gpus} GPUs of its own, and one engine needs {needed} ({', '.join(sizes)})"
-        none, both = "the rollout has no GPUs of its own", f"for example {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node=4"
+        few = f"the rollout has {gpus} GPUs of its own, and one engine needs {needed} ({', '.join(SIZES)})"
+        none, both = "the rollout has no GPUs of its own", f"for example {where}.nnodes=1 {where}.n_gpus_per_node=4"
+        shares = "the backend is for a rollout on GPUs of its own, which this trainer has not"
+        legacy = v1 and not trainer.get("use_v1", True)
+        other = "trainer.use_v1=False" if legacy else f"{MODE_KEY}={mode}"
+        instead = f"Set trainer.use_v1=True and {MODE_KEY}={SEPARATE_ASYNC}, or {BACKEND_KEY}=naive"
         refuse_first(
-            f"{ROLLOUT}.nnodes={nodes} and {ROLLOUT}.n_gpus_per_node={each}",
-            (mode == SEPARATE_ASYNC and not gpus, f" with {MODE_KEY}={mode}", none, f"Set both, {both}"),
+            f"{where}.nnodes={nodes} and {where}.n_gpus_per_node={each}",
+            (
+                not gpus and (mode == SEPARATE_ASYNC or own),
+                mode and f" with {MODE_KEY}={mode}",
+                none,
+                f"Set both, {both}",
+            ),
             (0 < gpus < needed, "", few, "Give it more, or make the engine smaller"),
         )
+        refuse_first(f"{BACKEND_KEY}={backend} with ", (legacy or mode in COLOCATED_MODES, other, shares, instead))
+    if moves:
+        engine = "megatron" if OmegaConf.select(config, f"{ACTOR}.strategy") == "megatron" else "fsdp_config"
+        qat, late = "qat.enable=True", (OmegaConf.select(config, f"{ACTOR}.{engine}.{LATE[0].removesuffix('=True')}"))
+        quantizes = OmegaConf.select(config, f"{ACTOR}.{engine}.qat.enable")
+        refuse_first(f"{ACTOR}.{engine}.", (quantizes, qat, NO_QAT, "Set it to False"), (late, *LATE))
     if moves and served:
         base = "of an adapter that the engine serves only the base is compared"
         refuse_first(
@@ -128,7 +148,8 @@ def refuse_combinations(config: Any, moves: bool) -> None:
         )
     if sync.max_probs_diff is not None:
         key, compares = f"{KEY_PREFIX}.max_probs_diff", "verl compares no probabilities of engine and trainer"
-        logs, bypasses = rollout.get("calculate_log_probs", False), correction.get("bypass_mode", False)
+        logs = rollout.get("calculate_log_probs", False)
+        bypasses = OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")
         sees, use_v1 = "the plugin sees the metrics of these alone", v1 and trainer.get("use_v1", True)
         refuse_first(
             f"{key}={sync.max_probs_diff} with",

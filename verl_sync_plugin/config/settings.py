@@ -13,20 +13,20 @@ import msgspec
 
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 KEY_PREFIX = f"{ROLLOUT}.custom.sync"
-SHORT_BUCKET_KEY = f"{ROLLOUT}.update_weights_bucket_megabytes"
-LONG_BUCKET_KEY = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
+BUCKET = "update_weights_bucket_megabytes"  # the last word of both keys
+SHORT_BUCKET_KEY = f"{ROLLOUT}.{BUCKET}"
+LONG_BUCKET_KEY = f"{ROLLOUT}.checkpoint_engine.{BUCKET}"
+DIFFER = "are both given and differ. Remove one of them, or give both the same value."
 # verl's default of 2 GiB is too much for memory on the device, and larger buckets are hardly faster
 DEFAULT_MEGABYTES = 512
 TURN_OFF = f"set {KEY_PREFIX}.enabled=False to run stock verl"
 
 # verl's strategies for which a sharding manager to SGLang is built in
 TRAINERS = ("fsdp", "fsdp2", "megatron")
+# verl registers its engines for a device only; a (device, vendor) entry is looked up before it
+VENDORS = ["nvidia", "amd"]
 SEPARATE_BACKEND = "sync_plugin"  # verl's ``checkpoint_engine.backend`` of a rollout on GPUs of its own
 NOT_IN_USE = "weight sync NOT IN USE"  # begins the line of a run that the plugin cannot serve
-SWITCHED_OFF = (
-    f"{KEY_PREFIX}.enabled=False with {ROLLOUT}.checkpoint_engine.backend={SEPARATE_BACKEND}: that backend is the "
-    f"plugin's. Set {KEY_PREFIX}.enabled=True, or another backend, such as nccl."
-)
 SHARES_GPU = "_another_engine_on_this_gpu"  # set by our trainer next to ``sync``: no cache of the trainer may stay
 
 
@@ -143,13 +143,16 @@ def bucket_megabytes(short: Any, long: Any, given: bool = True) -> int:
     somebody has ``given`` it. Raises ValueError where both are given and differ, and for another value than a whole
     number from 1 on."""
     key, size = (LONG_BUCKET_KEY, long) if short is None else (SHORT_BUCKET_KEY, short)
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise ValueError(f"{key}={size!r}: not a whole number of MiB. Use for example {key}=512.")
-    if size <= 0:
-        raise ValueError(f"{key}={size}: a bucket must hold at least 1 MiB. Use for example {key}=512.")
+    whole = isinstance(size, int) and not isinstance(size, bool)
+    if not whole or size <= 0:
+        why = "a bucket must hold at least 1 MiB" if whole else "not a whole number of MiB"
+        raise ValueError(f"{key}={size!r}: {why}. Use for example {key}=512.")
     if given and None not in (short, long) and short != long:
-        raise ValueError(
-            f"{SHORT_BUCKET_KEY}={short} and {LONG_BUCKET_KEY}={long} are both given and differ. "
-            "Remove one of them, or give both the same value."
-        )
+        raise ValueError(f"{SHORT_BUCKET_KEY}={short} and {LONG_BUCKET_KEY}={long} {DIFFER}")
     return size if given or short is not None else min(size, DEFAULT_MEGABYTES)
+
+
+def bucket_of(rollout: Any) -> int:
+    """``bucket_megabytes`` of verl's rollout config as a dataclass, in which verl's own default counts as not given."""
+    engine = rollout.checkpoint_engine
+    return bucket_megabytes(rollout.get(BUCKET, None), engine[BUCKET], engine[BUCKET] != type(engine)()[BUCKET])

@@ -8,30 +8,48 @@ resolve the config, and not all of them have loaded plugins by then.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
+from msgspec.structs import asdict
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
-from verl.workers.config import CheckpointEngineConfig, RolloutConfig
+from verl.utils.device import get_device_name, get_vendor
+from verl.workers.config import RolloutConfig
 
 from verl_sync_plugin import compat
 from verl_sync_plugin.config import hydra_source
-from verl_sync_plugin.config.refusals import ACTOR, MODEL, refuse_combinations, refuse_megatron_lora, refuse_values
+from verl_sync_plugin.config.refusals import (
+    ACTOR,
+    BACKEND_KEY,
+    MODE_KEY,
+    MODEL,
+    OUR_BACKEND,
+    SEPARATE_ASYNC,
+    refuse_combinations,
+    refuse_first,
+    refuse_megatron_lora,
+    refuse_values,
+)
 from verl_sync_plugin.config.settings import (
+    BUCKET,
     KEY_PREFIX,
     NOT_IN_USE,
     ROLLOUT,
     SEPARATE_BACKEND,
     SHORT_BUCKET_KEY,
-    SWITCHED_OFF,
+    TRAINERS,
     TURN_OFF,
+    VENDORS,
     SyncConfig,
     bucket_megabytes,
+    bucket_of,
     refuse_misplaced,
     refuse_near_misses,
     section,
@@ -44,7 +62,6 @@ from verl_sync_plugin.sharding_manager import known_trainers
 
 # Mains of verl with a rollout that is never given weights
 WITHOUT_SYNC = ("main_generation_server",)
-BUCKET = "update_weights_bucket_megabytes"  # the last word of both keys
 OFF = "weight sync off, stock verl moves the weights"
 
 
@@ -63,20 +80,26 @@ def apply_keys(config: DictConfig, overrides: Sequence[str] = (), program: str =
     if not isinstance(rollout, DictConfig):
         return ""
     if rollout.get("name") not in ROLLOUTS:
+        remedy = f"set {ROLLOUT}.name to one of: {', '.join(ROLLOUTS)}"
+        refuse_dropped(rollout, overrides, f"{ROLLOUT}.name={rollout.get('name')}", remedy)
         leave_to_verl(rollout, resolved)
         return ""
     refuse_misplaced(config)
-    on = program not in WITHOUT_SYNC and syncs(actor_rollout_ref)
+    on = program not in WITHOUT_SYNC and syncs(actor_rollout_ref, overrides)
     unserved = stepping_aside(actor_rollout_ref, overrides) if on else ""
     if unserved or not on:
         if not resolved and not sync_config_of(rollout).enabled:  # by the user, and not by the line below
             refuse_unread_rank(actor_rollout_ref.model, OmegaConf.select(actor_rollout_ref, "actor.strategy"))
+        dropped = ", ".join(changed(rollout))
         leave_to_verl(rollout, resolved)
-        return unserved or OFF
+        return unserved or f"{OFF}{dropped and f', without {dropped}'}"
     apply_rollout_keys(rollout, resolved)
     refuse_values(MODEL, actor_rollout_ref.model)
     refuse_combinations(config, moves(rollout))
     settle_trainer(actor_rollout_ref)
+    rest = ", ".join(changed(rollout))
+    if rest and not moves(rollout) and OmegaConf.select(config, MODE_KEY) == SEPARATE_ASYNC:
+        return f"weight sync on; to the separate rollout {backend_of(rollout)} moves the weights, without {rest}"
     return "weight sync on"
 
 
@@ -85,18 +108,25 @@ def is_on(rollout: Any) -> bool:
     return rollout.get("name", None) in ROLLOUTS and sync_config_of(rollout).enabled
 
 
-def syncs(actor_rollout_ref: Any) -> bool:
+def syncs(actor_rollout_ref: Any, overrides: Sequence[str]) -> bool:
     """True if the plugin is on for this trainer and a rollout that it serves."""
     rollout = actor_rollout_ref.rollout
-    separate, sync = backend_of(rollout) == SEPARATE_BACKEND, sync_config_of(rollout)
-    if separate and not sync.enabled:
-        raise ValueError(SWITCHED_OFF)
-    return bool(sync.enabled and (separate or actor_rollout_ref.get("hybrid_engine", True)))
+    separate, enabled = backend_of(rollout) == SEPARATE_BACKEND, sync_config_of(rollout).enabled
+    remedy = f"Set {KEY_PREFIX}.enabled=True, or another backend, such as nccl"
+    mine = separate and not enabled, OUR_BACKEND, "that backend is the plugin's", remedy
+    refuse_first(f"{KEY_PREFIX}.enabled=False with ", mine)
+    shares, other = separate or actor_rollout_ref.get("hybrid_engine", True), "actor_rollout_ref.hybrid_engine=False"
+    if enabled and not shares:
+        refuse_dropped(rollout, overrides, other, f"set {OUR_BACKEND}")
+    return bool(enabled and shares)
 
 
 def backend_of(rollout: Any) -> str:
     """verl's ``checkpoint_engine.backend``, by which trainer and rollout are colocated (``naive``) or separate."""
-    return str(section(rollout, "checkpoint_engine", f"{ROLLOUT}.checkpoint_engine").get("backend", "naive"))
+    backend = str(section(rollout, "checkpoint_engine", f"{ROLLOUT}.checkpoint_engine").get("backend", "naive"))
+    if backend != SEPARATE_BACKEND and get_close_matches(backend.lower(), [SEPARATE_BACKEND], cutoff=0.75):
+        raise ValueError(f"{BACKEND_KEY}={backend}: no backend of verl's. Did you mean {SEPARATE_BACKEND}?")
+    return backend
 
 
 def moves(rollout: Any) -> bool:
@@ -114,12 +144,11 @@ def stepping_aside(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
     if not cause:
         return ""
     if backend_of(rollout) == SEPARATE_BACKEND:
-        key = f"{ROLLOUT}.checkpoint_engine.backend"
-        raise ValueError(f"{cause}, so {key}={SEPARATE_BACKEND} cannot be followed. Use another, such as nccl.")
-    if key := asked_for(actor_rollout_ref, overrides):
-        raise ValueError(
-            f"{cause}, so {key} cannot be followed. Remove that key, and stock verl moves the weights, or {TURN_OFF}."
-        )
+        raise ValueError(f"{cause}, so {OUR_BACKEND} cannot be followed. Use another, such as nccl.")
+    short = rollout.get(BUCKET, None)
+    if key := asked_for(rollout, overrides) or (f"{SHORT_BUCKET_KEY}={short}" if short is not None else ""):
+        remedy = f"Remove that key, and stock verl moves the weights, or {TURN_OFF}"
+        raise ValueError(f"{cause}, so {key} cannot be followed. {remedy}.")
     refuse_unread_rank(actor_rollout_ref.model, strategy, "stock verl's trainer")
     return f"{NOT_IN_USE}, stock verl moves the weights. {cause}."
 
@@ -129,41 +158,61 @@ def _unserved_trainer(actor_rollout_ref: Any, strategy: str, engine: str) -> str
     if strategy not in known:
         there_are = f"there are: {', '.join(known)}; register_sharding_manager adds one"
         return f"{ACTOR}.strategy={strategy}: no sharding manager moves its weights to {engine} ({there_are})"
-    megatron = OmegaConf.select(actor_rollout_ref, "actor.megatron") if strategy == "megatron" else None
-    megatron, key = megatron or {}, f"{ACTOR}.megatron"
+    device = os.environ.get("VERL_ENGINE_DEVICE") or get_device_name()
+    vendor = os.environ.get("VERL_ENGINE_VENDOR") or get_vendor()
+    if strategy in TRAINERS and (device != "cuda" or vendor not in VENDORS):
+        only = f"weight sync has engines for cuda of {' and '.join(VENDORS)} (VERL_ENGINE_VENDOR says which it is)"
+        return f"{ACTOR}.strategy={strategy} on {device} of {vendor}: {only}"
+    megatron = (strategy == "megatron" and OmegaConf.select(actor_rollout_ref, "actor.megatron")) or {}
     if megatron.get("use_megatron_fsdp"):
-        return f"{key}.use_megatron_fsdp=True: weight sync does not read its shards"
+        return f"{ACTOR}.megatron.use_megatron_fsdp=True: weight sync does not read its shards"
     if megatron.get("vanilla_mbridge"):
         refuse_megatron_lora(megatron, actor_rollout_ref.model)
         served = "weight sync serves Megatron-Bridge, verl's default, and not the deprecated mbridge"
-        return f"{key}.vanilla_mbridge=True: {served}"
+        return f"{ACTOR}.megatron.vanilla_mbridge=True: {served}"
     return ""
 
 
-def asked_for(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
-    """The first key of the plugin that the user gave, with its value; empty when nobody counts on the plugin. The keys:
-    any under ``rollout.custom.sync`` (``enabled=True`` too) and the short bucket key, given one by one or by
-    ``+sync=...``."""
-    for override in overrides:
+def asked_for(rollout: Any, overrides: Sequence[str]) -> str:
+    """The first key under ``rollout.custom.sync`` that the user gave (``enabled=True`` too), one by one or by
+    ``+sync=...``, with its value; empty when nobody counts on the plugin."""
+    for override in overrides if sync_config_of(rollout).enabled else ():
         if override.lstrip("+~").startswith((f"{KEY_PREFIX}.", "sync=")):
             return override.lstrip("~")
-    rollout = actor_rollout_ref.rollout
-    if (short := rollout.get(BUCKET, None)) is not None:
-        return f"{SHORT_BUCKET_KEY}={short}"
-    if sync_config_of(rollout) != SyncConfig():
-        return f"{KEY_PREFIX}={OmegaConf.to_container(rollout.custom.sync)}"
-    return ""
+    return next(iter(changed(rollout)), "")
+
+
+def changed(rollout: Any) -> list[str]:
+    """Our settings that differ from their defaults, as keys with values; ``enabled=False`` is not among them."""
+    sync, default = asdict(sync_config_of(rollout)), SyncConfig()
+    differ = [key for key, value in sync.items() if value is not False and value != getattr(default, key)]
+    return [f"{KEY_PREFIX}.{key}={sync[key]}" for key in differ]
+
+
+def refuse_dropped(rollout: Any, overrides: Sequence[str], other: str, remedy: str) -> None:
+    """Raises ValueError for a key of ours in a run whose weights the plugin cannot move, by the key ``other``."""
+    if key := OUR_BACKEND if backend_of(rollout) == SEPARATE_BACKEND else asked_for(rollout, overrides):
+        raise ValueError(f"{key} with {other}: weight sync has no part in this run. Remove the former, or {remedy}.")
 
 
 def apply_rollout_keys(rollout: DictConfig, resolved: bool) -> None:
     """Checks the rollout config of a run in which the plugin moves the weights, and writes its values."""
-    engine, stock = section(rollout, "checkpoint_engine", f"{ROLLOUT}.checkpoint_engine"), hydra_source.stock_rollout()
+    key, stock = f"{ROLLOUT}.checkpoint_engine", hydra_source.stock_rollout().checkpoint_engine[BUCKET]
+    if not (engine := section(rollout, "checkpoint_engine", key)):
+        raise ValueError(f"{key}=None: verl and weight sync need it. Leave it out, and {key} is verl's.")
+    ours = rollout.get("_target_") == hydra_source.TARGET  # else False and 2048 are what verl's own config holds
     with read_write(rollout), open_dict(rollout):
-        if rollout.get("_target_") == hydra_source.TARGET:
-            given = hydra_source.given(engine, BUCKET, stock.checkpoint_engine[BUCKET], resolved)
-            rollout[BUCKET] = engine[BUCKET] = bucket_megabytes(rollout.get(BUCKET), engine.get(BUCKET), given)
-            if not hydra_source.given(rollout, "multi_stage_wake_up", True):
-                rollout.multi_stage_wake_up = True
+        if BUCKET not in {*engine}:  # "???" is in it
+            engine[BUCKET] = stock
+        given = hydra_source.given(engine, BUCKET, stock, resolved or not ours)
+        short, long = rollout.pop(BUCKET, None), engine.get(BUCKET)
+        # A checkpoint engine of verl's needs room for the largest tensor: where one moves weights, its default stays
+        if given or short is not None or moves(rollout):
+            short = long = bucket_megabytes(short, long, given)
+        engine[BUCKET] = long
+        rollout.update({BUCKET: short} if ours else {})
+        if not (ours and hydra_source.given(rollout, "multi_stage_wake_up", True)):
+            rollout.multi_stage_wake_up = True
     check_rollout(rollout)
     if backend_of(rollout) == SEPARATE_BACKEND:  # of all the rollout's keys, verl hands it only these
         sync = OmegaConf.to_container(OmegaConf.select(rollout, "custom.sync") or OmegaConf.create({}), resolve=True)
@@ -178,7 +227,7 @@ def leave_to_verl(rollout: DictConfig, resolved: bool) -> None:
         if rollout.get("_target_") == hydra_source.TARGET:
             size = rollout.pop(BUCKET, None)
             if OmegaConf.is_dict(engine := rollout.checkpoint_engine):
-                engine[BUCKET] = engine[BUCKET] if size is None else size
+                engine[BUCKET] = engine[BUCKET] if size is None else bucket_megabytes(size, None)
             if not hydra_source.given(rollout, "multi_stage_wake_up", True, resolved):
                 rollout.multi_stage_wake_up = stock.multi_stage_wake_up
             rollout._target_ = stock._target_
@@ -194,14 +243,12 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
     """Refuses what the sync cannot serve of the actor's model, and makes ``model.lora.*`` and the flat keys one, where
     verl itself reads only the flat ones: every process, verl's own code included, then sees the same."""
     strategy, model = OmegaConf.select(actor_rollout_ref, "actor.strategy"), actor_rollout_ref.model
-    rollout = actor_rollout_ref.rollout
-    engine = rollout_of(rollout.name)
+    rollout, engine = actor_rollout_ref.rollout, rollout_of(actor_rollout_ref.rollout.name)
     if moves(rollout):
         engine.refuse_quantization(rollout, model)
         engine.refuse_checkpoint(str(model.get("path")), model.get("override_config"), rollout)
     stock: Any = OmegaConf.to_container(OmegaConf.load(hydra_source.verl_configs() / "model" / "hf_model.yaml"))
-    lora = section(model, "lora", f"{MODEL}.lora")
-    refuse_near_misses(lora, stock["lora"], f"{MODEL}.lora")
+    refuse_near_misses(section(model, "lora", f"{MODEL}.lora"), stock["lora"], f"{MODEL}.lora")
     if strategy in FLAT_LORA_TRAINERS:
         plain: Any = OmegaConf.to_container(model, resolve=True)
         with read_write(model), open_dict(model):
@@ -223,13 +270,11 @@ class SyncRolloutConfig(RolloutConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         # No driver has settled these where a program of the user's has composed the config, or a multirun
-        both = self, self.checkpoint_engine
-        short, long, stock = (getattr(each, BUCKET) for each in (*both, CheckpointEngineConfig()))
-        size = long if short is None else short
-        if is_on(self):
-            size = bucket_megabytes(short, long, long != stock)
-        for config in both:
-            object.__setattr__(config, BUCKET, size)  # they are frozen
+        short, engine = getattr(self, BUCKET), self.checkpoint_engine
+        size = bucket_of(self) if is_on(self) else engine[BUCKET] if short is None else short
+        if short is not None or moves(self):
+            for config in (self, engine):
+                object.__setattr__(config, BUCKET, size)  # they are frozen
         check_rollout(self)
         if self.name not in ROLLOUTS:
             return
@@ -245,8 +290,7 @@ def check_rollout(rollout: Any) -> None:
     """Checks all keys of a rollout config (dataclass or settled DictConfig)."""
     if not is_on(rollout):
         return
-    engine = section(rollout, "checkpoint_engine", f"{ROLLOUT}.checkpoint_engine")
-    bucket_megabytes(rollout.get(BUCKET, None), engine.get(BUCKET, None))
+    bucket_megabytes(rollout.get(BUCKET, None), rollout.checkpoint_engine[BUCKET])
     refuse_values(ROLLOUT, rollout)
     if moves(rollout):
         rollout_of(rollout.get("name")).refuse_keys(rollout)
@@ -291,6 +335,5 @@ def _refuse_unsettled(config: DictConfig, settled: DictConfig, line: str) -> Non
             if key != "lora" and value != OmegaConf.select(config, f"actor_rollout_ref.model.{key}"):
                 todo.append(f"++actor_rollout_ref.model.{key}={value}")
     if todo:
-        raise ValueError(
-            f"--multirun without verl's V1 trainers: add {' '.join(todo)}, which cannot be set for you here."
-        )
+        add = f"add {' '.join(todo)}, which cannot be set for you here"
+        raise ValueError(f"--multirun without verl's V1 trainers: {add}.")

@@ -6,7 +6,8 @@ from __future__ import annotations
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
-from verl_sync_plugin.trainers.base import VENDORS, ShardExport
+from verl_sync_plugin.config.settings import VENDORS
+from verl_sync_plugin.trainers.base import ShardExport
 
 
 @EngineRegistry.register("language_model", "megatron", device="cuda", vendor=VENDORS)

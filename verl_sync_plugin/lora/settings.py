@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from verl_sync_plugin.config.settings import MODEL, lora_rank_of
+from verl_sync_plugin.config.settings import DIFFER, MODEL, lora_rank_of
 
 if TYPE_CHECKING:
     from verl_sync_plugin.rollouts import Rollout
@@ -50,10 +50,7 @@ def unify(model: Mapping[str, Any], stock: Mapping[str, Any], engine: Rollout) -
         if not inner or inner == stock_block.get(key):
             return None if outer == stock.get(flat) else outer
         if outer not in (stock.get(flat), inner):
-            raise ValueError(
-                f"{MODEL}.lora.{key}={inner!r} and {MODEL}.{flat}={outer!r} are both given and differ. "
-                "Remove one of them, or give both the same value."
-            )
+            raise ValueError(f"{MODEL}.lora.{key}={inner!r} and {MODEL}.{flat}={outer!r} {DIFFER}")
         return inner
 
     rank, path = given("rank", "lora_rank"), given("adapter_path", "lora_adapter_path")
@@ -75,10 +72,8 @@ def unify(model: Mapping[str, Any], stock: Mapping[str, Any], engine: Rollout) -
     targets = found["target_modules"]
     for name in targets if isinstance(targets, list) else []:
         if name.rpartition(".")[2].startswith("linear_"):
-            raise ValueError(
-                f"{MODEL}.lora.target_modules={targets!r}: {name!r} is Megatron's name, and the FSDP trainer has "
-                "Hugging Face modules. Use for example all-linear or [q_proj,k_proj,v_proj,o_proj]."
-            )
+            use = "FSDP has Hugging Face modules. Use for example all-linear or [q_proj,k_proj,v_proj,o_proj]"
+            raise ValueError(f"{MODEL}.lora.target_modules={targets!r}: {name!r} is Megatron's name, and {use}.")
     if not block.get("merge"):
         # An adapter that is loaded has modules of its own
         served = _MODULES[2:] if path is not None and isinstance(targets, list) else (_MODULES[0], _MODULES[2])
@@ -159,10 +154,9 @@ def _refuse_existing(plain: Mapping[str, Any], where: str, settings: Mapping[str
     if isinstance(named, list) and isinstance(adapted, list):
         own = {name.rpartition(".")[2] for name in named}
         if others := sorted(name for name in adapted if name.rpartition(".")[2] not in own):
-            raise ValueError(
-                f"{MODEL}.target_modules={named!r} with {where}, which adapts {', '.join(others)}, too: the engine "
-                f"makes room for the former. Set {MODEL}.target_modules=all-linear, and the adapter's own are adapted."
-            )
+            use = f"Set {MODEL}.target_modules=all-linear, and the adapter's own are adapted"
+            also = f"{where}, which adapts {', '.join(others)}, too: the engine makes room for the former"
+            raise ValueError(f"{MODEL}.target_modules={named!r} with {also}. {use}.")
 
 
 def _refuse_ends(plain: Mapping[str, Any], where: str, settings: Mapping[str, Any], strategy: str) -> None:
@@ -170,9 +164,8 @@ def _refuse_ends(plain: Mapping[str, Any], where: str, settings: Mapping[str, An
     or one that verl cannot shard."""
     config: dict[str, Any] = {}  # of a model that is not in a folder here
     with suppress(OSError, ValueError):
-        config = json.loads(
-            (Path(plain.get("hf_config_path") or plain["path"]).expanduser() / "config.json").read_text()
-        )
+        folder = Path(plain.get("hf_config_path") or plain["path"]).expanduser()
+        config = json.loads((folder / "config.json").read_text())
     overrides = plain.get("override_config") or {}
     tied = {**config, **overrides.get("model_config", overrides)}.get("tie_word_embeddings")
     if tied is None or settings.get("target_modules") in (None, "all-linear"):  # PEFT leaves the head out of all-linear
@@ -189,7 +182,5 @@ def _refuse_ends(plain: Mapping[str, Any], where: str, settings: Mapping[str, An
         raise ValueError(f"{where} adapts {adapted[0]}, but embedding and head of {plain['path']} are {TIED}.")
     # verl makes each an FSDP unit, and of an adapted one it shards the outer module before the one inside
     if adapted and not tied and strategy == "fsdp2":
-        raise ValueError(
-            f"{where} adapts {adapted[0]}, which verl cannot shard with actor_rollout_ref.actor.strategy=fsdp2. "
-            f"{LEAVE_OUT}, or set {_FSDP1}."
-        )
+        why = "which verl cannot shard with actor_rollout_ref.actor.strategy=fsdp2"
+        raise ValueError(f"{where} adapts {adapted[0]}, {why}. {LEAVE_OUT}, or set {_FSDP1}.")

@@ -22,9 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from verl.utils.device import get_torch_device
 
 from verl_sync_plugin.config.settings import (
+    BUCKET,
     ROLLOUT,
     SEPARATE_BACKEND,
     SHARES_GPU,
+    bucket_of,
     section,
     sync_config_of,
 )
@@ -90,8 +92,8 @@ class SyncAdapter:
         self.makes_room = self._separate is None  # our worker may, around the syncs of this rollout
         self._sync = sync_config_of(config)
         self._manager: ShardingManager | None = None
-        # Without resident weights there is no first stage
-        two_stages = bool(config.multi_stage_wake_up) or self.serves_adapter
+        # Without resident weights there is no first stage; False of a config without our keys is verl's default
+        two_stages = config.multi_stage_wake_up or not hasattr(config, BUCKET) or self.serves_adapter
         self._stages = ([WEIGHTS], [KV_CACHE]) if two_stages else ([WEIGHTS, KV_CACHE], [])
         self._wake_tags: list[str] = []
         always = bool(section(config, "custom", f"{ROLLOUT}.custom").get(SHARES_GPU, False))
@@ -224,15 +226,11 @@ class SyncAdapter:
         config, device, mesh = self.config, trainer_device(), self.device_mesh["infer_tp"]
         self._refuse_family()
         manager_class = get_sharding_manager(stream.trainer, str(config.name))
-        megabytes = int(config.checkpoint_engine.update_weights_bucket_megabytes)
-        endpoint = RolloutEndpoint(
-            self.rollout,
-            calls_of(self.server_actor, Ranks.after_loss) if mesh.get_local_rank() == 0 else None,
-            tuple(mesh.mesh.tolist()),
-            self.real_weights,
-            self._sync.timeout_seconds,
-            awake_after_load=not (config.free_cache_engine and self._stages[1]),
-        )
+        megabytes = bucket_of(config)
+        calls = calls_of(self.server_actor, Ranks.after_loss) if mesh.get_local_rank() == 0 else None
+        given = calls, tuple(mesh.mesh.tolist()), self.real_weights, self._sync.timeout_seconds
+        awake = not (config.free_cache_engine and self._stages[1])
+        endpoint = RolloutEndpoint(self.rollout, *given, awake_after_load=awake)
         rank, name = torch.distributed.get_rank(), manager_class.__name__
         say(f"actor rank {rank}: sharding manager {name}, buckets of {megabytes} MiB")
         manager = manager_class(stream.engine, endpoint, self._sync, megabytes << 20, device, str(config.dtype))
@@ -245,14 +243,9 @@ class SyncAdapter:
         assert membership.ranks is not None, "joined"
         rank, ranks = membership.ranks.rank, membership.engine_ranks
         place = ranks.index(rank)
-        endpoint = RolloutEndpoint(
-            self.rollout,
-            calls_of(self.find_server(), membership.ranks.after_loss) if place == 0 else None,
-            ranks,
-            self.real_weights,
-            self._sync.timeout_seconds,
-            # A server whose driver has released its KV cache flushes when that is back, whatever it is asked
-        )
+        calls = calls_of(self.find_server(), membership.ranks.after_loss) if place == 0 else None
+        # A server whose driver has released its KV cache flushes when that is back, whatever it is asked
+        endpoint = RolloutEndpoint(self.rollout, calls, ranks, self.real_weights, self._sync.timeout_seconds)
         say(f"rollout rank {rank}: engine rank {place} of {len(ranks)}, separate from the trainer")
         return SeparateRollout(membership.ranks, endpoint, self._sync, trainer_device())
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from verl.utils.device import get_device_name
 
-from verl_sync_plugin.config.settings import TRAINERS, TURN_OFF, SyncConfig
+from verl_sync_plugin.config.settings import TRAINERS, TURN_OFF, VENDORS, SyncConfig
 from verl_sync_plugin.errors import RegistryConflictError
 from verl_sync_plugin.layout.tensors import Shard
 from verl_sync_plugin.layout.tensors import dtype_name as dtype_name
@@ -185,9 +185,6 @@ def trainer_device() -> torch.device:
 # ---- the weight stream
 
 WeightStream = Iterable[tuple[str, torch.Tensor]]
-
-# verl registers its engines for a device only; a (device, vendor) entry is looked up before it
-VENDORS = ["nvidia", "amd"]
 
 # verl builds engine and rollout adapter in one worker process but gives the rollout config only to the adapter, which
 # therefore says here what it was configured to do

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from verl.utils.model import convert_weight_keys
 
-from verl_sync_plugin.config.settings import TURN_OFF
+from verl_sync_plugin.config.refusals import ACTOR, NO_QAT
+from verl_sync_plugin.config.settings import MODEL, TURN_OFF
 from verl_sync_plugin.lora.peft import ADAPTER, Adapters, adapter_of, carries_adapter, is_adapter, merged_name
 from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, TrainerBackend
 from verl_sync_plugin.trainers.fsdp1 import FSDP1Source
@@ -40,16 +41,14 @@ class FSDPTrainer(TrainerBackend):
 
     def open_source(self) -> ParameterSource:
         if getattr(self.engine, "_qat_enabled", False):
-            raise ValueError(f"actor.fsdp_config.qat.enable=True: weight sync does not quantize; {TURN_OFF}.")
+            raise ValueError(f"{ACTOR}.fsdp_config.qat.enable=True: {NO_QAT}; {TURN_OFF}.")
         if not self._peft:
             return self._plain_source()
         found = Adapters(self._model)
         adapters = {weight.adapter for weight in found.weights}
         if self.serves_adapter and (adapters != {ADAPTER} or self.adapter_config is None):
-            raise ValueError(
-                f"actor_rollout_ref.model.lora.merge=False: the engine serves the adapter {ADAPTER!r}, and in use are "
-                f"{sorted(adapters)}. Set actor_rollout_ref.model.lora.merge=True, which serves them merged."
-            )
+            why = f"the engine serves the adapter {ADAPTER!r}, and in use are {sorted(adapters)}"
+            raise ValueError(f"{MODEL}.lora.merge=False: {why}. Set {MODEL}.lora.merge=True, which serves them merged.")
         found.rename(self._rename)
         bound, merges = self.config.timeout_seconds, not self.serves_adapter
         return MergingSource(self._plain_source(), found, self.device, bound, merges)

@@ -42,14 +42,10 @@ _SHARED = "SGLang ends when weights that it shares are released or updated. Remo
 _AT_FIRST = "from the checkpoint that it started with. Remove it"
 # Arguments of SGLang 0.5.12 and later (``ServerArgs``) that cannot be synced
 REFUSED: Rows = {
-    "quantization": (only(None), UNSERVED),
+    **dict.fromkeys(("quantization", "modelopt_quant", "rl_quant_profile", "kt_weight_path"), (only(None), UNSERVED)),
+    **dict.fromkeys(("quantize_and_serve", "cpu_offload_gb"), (only(None, False, 0), UNSERVED)),
     "torchao_config": (only(None, ""), UNSERVED),
-    "modelopt_quant": (only(None), UNSERVED),
-    "quantize_and_serve": (only(None, False), UNSERVED),
-    "rl_quant_profile": (only(None), UNSERVED),
-    "cpu_offload_gb": (only(None, 0), UNSERVED),
     "offload_group_size": (only(None, -1, 0), UNSERVED),
-    "kt_weight_path": (only(None), UNSERVED),
     "pp_size": (only(None, 1), UNSERVED),
     "disaggregation_mode": (only(None, "null"), UNSERVED),
     # ``reset`` of its HiRadixCache and LMCRadixCache leaves them
@@ -71,16 +67,13 @@ REFUSED: Rows = {
 }
 # What a launched SGLang resolved where verl's ``rollout.quantization`` is fp8
 IN_FP8: Rows = {**REFUSED, "quantization": (only("fp8"), UNSERVED), "json_model_override_args": (but(None), UNSERVED)}
-SAME_KEYS = ("dtype", "load_format")  # which verl has, too
+_MERGED = f"{MODEL}.lora.merge=True, which serves it merged"
+SAME_KEYS = ("dtype", "load_format")  # which verl has, too; SGLang's own wins
 # Arguments that verl finds out by itself, or by a key that verl and the plugin read
 VERLS_OWN: Rows = {
     "model_path": (only(None), "verl sets it by itself. Remove it, and set actor_rollout_ref.model.path"),
     "nnodes": (only(None, 1), "verl sets it by itself. Remove it: verl counts the nodes of an engine"),
     "tp_size": (only(None), f"verl multiplies two keys. Remove it, and set {ROLLOUT}.tensor_model_parallel_size"),
-    **{
-        key: (only(None), f"{ROLLOUT}.{key} says otherwise, and verl and the plugin go by that. Set it instead")
-        for key in SAME_KEYS
-    },
 }
 NO_DRAFT_MODEL = "NGRAM"  # the ``speculative_algorithm`` that drafts from tokens it has seen
 DRAFT = "speculative_draft_model_path"
@@ -134,9 +127,8 @@ def refuse_keys(rollout: Any) -> None:
     refuse_arguments({"load_format": rollout.get("load_format", None)}.get, ROLLOUT, TURN_OFF)
     refuse_arguments(given.get, ARGUMENTS, TURN_OFF)
     ranks = (rollout.get("tensor_model_parallel_size", None) or 1) * (rollout.get("data_parallel_size", None) or 1)
-    settled = {"tp_size": ranks, **{key: rollout.get(key, None) for key in SAME_KEYS}}
-    twice = [key for key, value in settled.items() if given.get(key, None) == value]
-    refuse_arguments(lambda key: None if key in twice else given.get(key, None), ARGUMENTS, rows=VERLS_OWN)
+    twice = "tp_size" if given.get("tp_size", None) == ranks else ""
+    refuse_arguments(lambda key: None if key == twice else given.get(key, None), ARGUMENTS, rows=VERLS_OWN)
     _refuse_data_parallel(rollout, given)
 
 
@@ -146,13 +138,15 @@ def left_to_verl(rollout: Any) -> str:
     given = engine_arguments(rollout)
     algorithm = given.get("speculative_algorithm", None)
     if algorithm is not None and str(algorithm).upper() != NO_DRAFT_MODEL and not draft_of(given):
-        return (
-            f"{ARGUMENTS}.speculative_algorithm={algorithm!r} without {ARGUMENTS}.{DRAFT}: the model drafts for "
-            "itself, and weight sync has no draft model"
-        )
+        why = "the model drafts for itself, and weight sync has no draft model"
+        return f"{ARGUMENTS}.speculative_algorithm={algorithm!r} without {ARGUMENTS}.{DRAFT}: {why}"
+    for key in SAME_KEYS:
+        value, verls = given.get(key, None), rollout.get(key, None)
+        if value not in (None, verls) and REFUSED.get(key, (but(), ""))[0](value):
+            return f"{ARGUMENTS}.{key}={value!r}: weight sync goes by {ROLLOUT}.{key}={verls!r}; set that instead"
     if rollout.get("dtype", None) == "auto":
         return (
-            f"{ROLLOUT}.dtype='auto': the dtype in which weights travel is not known ({ROLLOUT}.dtype=bfloat16 says it)"
+            f"{ROLLOUT}.dtype='auto': the dtype in which weights travel is unknown ({ROLLOUT}.dtype=bfloat16 says it)"
         )
     return ""
 
@@ -187,15 +181,13 @@ def _refuse_data_parallel(rollout: Any, given: Mapping[str, Any]) -> None:
     value = given.get("dp_size", None)
     whole = isinstance(value, int) and not isinstance(value, bool)
     if value not in (None, parallel) and not (attention and whole and ranks % max(value, 1) == 0):
-        raise ValueError(
-            f"{ARGUMENTS}.dp_size={value!r}: {ROLLOUT}.data_parallel_size is {parallel}. Remove the former and set "
-            f"the latter, or set +{ARGUMENTS}.enable_dp_attention=True, by which SGLang shares out its {ranks} ranks."
-        )
+        instead = f"or set +{ARGUMENTS}.enable_dp_attention=True, by which SGLang shares out its {ranks} ranks"
+        both = f"{ROLLOUT}.data_parallel_size is {parallel}. Remove the former and set the latter"
+        raise ValueError(f"{ARGUMENTS}.dp_size={value!r}: {both}, {instead}.")
     if parallel > 1 and not attention:
-        raise ValueError(
-            f"{ROLLOUT}.data_parallel_size={parallel}: SGLang takes weights for data-parallel ranks with DP attention "
-            f"only. Set +{ARGUMENTS}.enable_dp_attention=True, or {ROLLOUT}.data_parallel_size=1."
-        )
+        why = "SGLang takes weights for data-parallel ranks with DP attention only"
+        instead = f"Set +{ARGUMENTS}.enable_dp_attention=True, or {ROLLOUT}.data_parallel_size=1"
+        raise ValueError(f"{ROLLOUT}.data_parallel_size={parallel}: {why}. {instead}.")
 
 
 def _parsed(text: Any) -> Mapping[str, Any]:
@@ -218,10 +210,9 @@ def refuse_checkpoint(path: str, override_config: Any = None, rollout: Any = Non
     if config and ours != theirs:
         keys = "actor_rollout_ref.model.override_config", f"{ARGUMENTS}.json_model_override_args"
         given = f"{keys[0]}={overrides}" if overrides else f"{keys[1]}={dict(changed)}"
-        raise ValueError(
-            f"{given}: the trainer's model has {ours} layers (num_hidden_layers), SGLang's {theirs}. Change both, "
-            f"the trainer's by {keys[0]}, SGLang's by {keys[1]}."
-        )
+        change = f"Change both, the trainer's by {keys[0]}, SGLang's by {keys[1]}"
+        differ = f"the trainer's model has {ours} layers (num_hidden_layers), SGLang's {theirs}"
+        raise ValueError(f"{given}: {differ}. {change}.")
 
 
 def _layers(config: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
@@ -240,16 +231,13 @@ def refuse_quantization(rollout: Any, model: Any) -> None:
     if quantization != "fp8":
         raise ValueError(f"{key}: verl quantizes for SGLang to fp8 alone. Use fp8, or remove it.")
     if overrides := engine_arguments(rollout).get("json_model_override_args", None):
-        raise ValueError(
-            f"{ARGUMENTS}.json_model_override_args={overrides!r} with {key}: it replaces what verl says there of its "
-            "fp8 weights. Remove one of the two."
-        )
+        why = "it replaces what verl says there of its fp8 weights. Remove one of the two"
+        raise ValueError(f"{ARGUMENTS}.json_model_override_args={overrides!r} with {key}: {why}.")
     merge = section(model, "lora", f"{MODEL}.lora").get("merge", False)
     if (rank := lora_rank_of(model)) and not merge:
-        raise ValueError(
-            f"{key} with {MODEL}.lora.merge=False and LoRA rank {rank}: under an adapter that SGLang "
-            f"serves it does not find the scales of the base's fp8 weights. Set {MODEL}.lora.merge=True."
-        )
+        why = "under an adapter that SGLang serves it does not find the scales of the base's fp8 weights"
+        other = f"{MODEL}.lora.merge=False and LoRA rank {rank}"
+        raise ValueError(f"{key} with {other}: {why}. Set {MODEL}.lora.merge=True.")
 
 
 def refuse_family(path: str, config: Mapping[str, Any], rollout: Any = None) -> None:
@@ -258,12 +246,9 @@ def refuse_family(path: str, config: Mapping[str, Any], rollout: Any = None) -> 
     if method == "fp8" and (rollout or {}).get("quantization", None) == "fp8":
         config = {key: value for key, value in config.items() if key != "quantization_config"}
     for architecture in config.get("architectures") or ():
-        why = reason_against(architecture, config)
-        if why:
-            raise ValueError(
-                f"actor_rollout_ref.model.path={path}: {architecture} {why}. Use another model, or {TURN_OFF}, "
-                "which does not notice."
-            )
+        if why := reason_against(architecture, config):
+            instead = f"Use another model, or {TURN_OFF}, which does not notice"
+            raise ValueError(f"{MODEL}.path={path}: {architecture} {why}. {instead}.")
 
 
 def reason_against(architecture: str, config: Mapping[str, Any]) -> str:
@@ -289,18 +274,13 @@ def refuse_adapter(settings: Mapping[str, Any], keys: Mapping[str, str]) -> None
         targets = settings["target_modules"]
         pattern = "" if targets == "all-linear" else "SGLang takes no pattern"
         if why := pattern if isinstance(targets, str) else lacking(targets or ()):
-            raise ValueError(
-                f"{MODEL}.lora.merge=False with {key}: {why}. Name these modules, or all-linear, or set "
-                f"{MODEL}.lora.merge=True, which serves the adapter merged."
-            )
+            instead = f"Name these modules, or all-linear, or set {_MERGED}"
+            raise ValueError(f"{MODEL}.lora.merge=False with {key}: {why}. {instead}.")
     for field in UNSERVABLE:
         value = settings.get(field)
         if value and value != "none":
             key = keys.get(field, f"{field}={value!r}")
-            raise ValueError(
-                f"{MODEL}.lora.merge=False: SGLang cannot serve an adapter with {key}. "
-                f"Set {MODEL}.lora.merge=True, which serves it merged."
-            )
+            raise ValueError(f"{MODEL}.lora.merge=False: SGLang cannot serve an adapter with {key}. Set {_MERGED}.")
 
 
 def lacking(modules: Iterable[str]) -> str:
@@ -315,11 +295,9 @@ def lacking(modules: Iterable[str]) -> str:
 def refuse_experts(names: Iterable[str]) -> None:
     """Raises ValueError when an adapter has factors of experts: SGLang serves them for few models and devices."""
     if found := next((name for name in names if ".experts." in name), ""):
-        raise ValueError(
-            f"{MODEL}.lora.merge=False: the adapter has factors of experts ({found}), and weight sync does not have "
-            f"SGLang serve these. Set {MODEL}.lora.merge=True, which serves it merged, or leave the experts out of "
-            f"{MODEL}.lora.target_modules."
-        )
+        why = f"the adapter has factors of experts ({found}), and weight sync does not have SGLang serve these"
+        instead = f"Set {_MERGED}, or leave the experts out of {MODEL}.lora.target_modules"
+        raise ValueError(f"{MODEL}.lora.merge=False: {why}. {instead}.")
 
 
 def keeps_copy(architectures: Collection[str], arguments: Mapping[str, Any]) -> bool:

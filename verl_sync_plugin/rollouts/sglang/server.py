@@ -69,7 +69,8 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         self.loader = FORGETTING_LOADER if self.pause == "retract" else LOADER
         # When SGLang was asked to; the second for a load alone, after which nobody else is going to resume it
         self._paused = self.paused_by_load = False
-        self.expect_updates(self._sync.timeout_seconds, needs_sync=self._sync.enabled and self._synced)
+        made_up = str(self.config.load_format).startswith("dummy")
+        self.expect_updates(self._sync.timeout_seconds, self._sync.enabled and self._synced and made_up)
         self._report: dict[str, Any] | None = None
         self._processes: list[BaseProcess] = []
         self._served: list[str] | None = None  # names of factors for which SGLang has a place
@@ -101,10 +102,8 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
             refuse_arguments(resolved(self.tokenizer_manager), ARGUMENTS, TURN_OFF, AT_LAUNCH, rows)
             kept = bool(self.tokenizer_manager.server_args.enable_weights_cpu_backup)
             if kept and not backup and self.rollout_mode == RolloutMode.HYBRID:
-                raise RuntimeError(
-                    "SGLang keeps a CPU backup of its weights, which the sync has decided against; this verl does not "
-                    "launch SGLang the way verl-sync-plugin expects"
-                )
+                why = "this verl does not launch SGLang the way verl-sync-plugin expects"
+                raise RuntimeError(f"SGLang keeps a CPU backup of its weights, against the sync's decision; {why}")
             self.guard_requests()
         copied = f"CPU backup {'on' if backup else 'off'}"
         say(f"rollout server: {self.loader}, {copied}, {len(self._processes)} processes of SGLang")
@@ -244,10 +243,9 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         if idle or self.occupation.released:
             return
         if self._inside and not await end_requests(self.tokenizer_manager, IDLE_SECONDS):
-            raise RuntimeError(
-                f"{self._inside} requests did not end within {IDLE_SECONDS:g} s of being aborted, and SGLang "
-                "can neither sleep nor load with them inside; look at what else than verl asks its HTTP port"
-            )
+            why = "SGLang can neither sleep nor load with them inside; look at what else than verl asks its HTTP port"
+            late = f"{self._inside} requests did not end within {IDLE_SECONDS:g} s of being aborted"
+            raise RuntimeError(f"{late}, and {why}")
         # Until it does not count an answered request as running any more
         deadline = time.monotonic() + IDLE_SECONDS
         while not getattr(await self.tokenizer_manager.flush_cache(), "success", True):

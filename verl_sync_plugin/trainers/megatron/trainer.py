@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin import log
-from verl_sync_plugin.config.refusals import refuse_first, refuse_megatron_lora
+from verl_sync_plugin.config.refusals import LATE, NO_QAT, refuse_first, refuse_megatron_lora
 from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.layout.tensors import Base, Shard, View
 from verl_sync_plugin.lora.merge import targets_of
@@ -72,14 +72,13 @@ def refuse_engine(engine: Any) -> None:
     bridge = "weight sync serves Megatron-Bridge, verl's default, and not the deprecated mbridge"
     megatron_fsdp = getattr(engine.engine_config, "use_megatron_fsdp", False)
     # Megatron then gathers updated parameters in the next forward pass, which comes after the sync
-    overlap, late = "override_ddp_config.overlap_param_gather=True", "the parameters are not up to date when verl syncs"
     overlaps = (getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False) for chunk in engine.module)
     refuse_first(
         "actor_rollout_ref.actor.megatron.",
         (engine.vanilla_bridge, "vanilla_mbridge=True", bridge, off),
-        (getattr(engine, "_qat_enabled", False), "qat.enable=True", "weight sync does not quantize", off),
+        (getattr(engine, "_qat_enabled", False), "qat.enable=True", NO_QAT, off),
         (megatron_fsdp, "use_megatron_fsdp=True", "weight sync does not read its shards", off),
-        (any(overlaps), overlap, late, "Set it to False"),
+        (any(overlaps), *LATE),
     )
     refuse_megatron_lora(engine.engine_config, engine.model_config)
 
@@ -296,10 +295,9 @@ def adapted_weights(model: ModelTensors, names: dict[int, str]) -> Iterator[Adap
         trained = [name for name, p in chunk.named_parameters() if p.requires_grad and p.numel()]
         lost = [name for name in trained if held[name].place not in factors and held[name].place not in names]
         if lost:
-            raise ValueError(
-                f"parameters that are trained, but not exported by Megatron-Bridge: {', '.join(sorted(lost)[:5])}. "
-                f"Leave their modules out of actor_rollout_ref.model.lora.target_modules, or {TURN_OFF}."
-            )
+            remedy = f"Leave their modules out of actor_rollout_ref.model.lora.target_modules, or {TURN_OFF}"
+            some = ", ".join(sorted(lost)[:5])
+            raise ValueError(f"parameters that are trained, but not exported by Megatron-Bridge: {some}. {remedy}.")
 
 
 def _of(path: str, adapter: Any, held: dict[str, HeldTensor], names: dict[int, str]) -> Iterator[AdaptedWeight]:
@@ -340,10 +338,9 @@ class BridgeAdapter(ServedAdapter):
             if getattr(chunk.config, "moe_router_enable_expert_bias", False):
                 trained += [name for name, _ in chunk.named_buffers() if name.endswith("expert_bias")]
             if trained:
-                raise ValueError(
-                    f"actor_rollout_ref.model.lora.merge=False: {trained[0]!r} changes in training, but is no part of "
-                    "the adapter, so the engine would not get it. Set actor_rollout_ref.model.lora.merge=True."
-                )
+                why = "changes in training, but is no part of the adapter, so the engine would not get it"
+                merge = "actor_rollout_ref.model.lora.merge"
+                raise ValueError(f"{merge}=False: {trained[0]!r} {why}. Set {merge}=True.")
 
     def gather(self, run: str) -> Generator[None, None, dict[str, torch.Tensor]]:
         yield
