@@ -6,7 +6,7 @@ PYTEST := VERL_PLATFORM=cpu $(BIN)/pytest
 # Two at a time; the groups are tests/conftest.py's.
 TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: venv quickstart test test-all test-faults coverage test-fast families releases lint format clean
+.PHONY: venv quickstart test test-all test-faults test-fast families releases lint format clean
 
 venv: ## the stack and this project in .venv
 	VENV=$(VENV) scripts/setup_venv.sh
@@ -22,9 +22,6 @@ test-all: venv ## also other SGLang releases, more layouts and more models; an h
 
 test-faults: venv ## every kind of fault in every place, at every stage of a sync
 	$(PYTEST) --durations=5 -m faults
-
-coverage: venv ## make test-all with coverage, which more than doubles the time of most tests
-	$(PYTEST) --cov -m "not gpu and not faults"  # what it measures is in pyproject.toml
 
 test-fast: venv ## without the tests that start verl, Ray or SGLang
 	$(PYTEST) -m "not gpu and not slow and not extended and not faults"
@@ -55,5 +52,5 @@ format: venv ## apply style and formatting
 
 clean: ## everything made by the targets above
 	rm -rf .venv .quickstart build *.egg-info cpu_stack/build cpu_stack/*.egg-info
-	rm -rf .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -127,8 +127,7 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
             self._open.callback(self._manager.connection.close)
 
     def _call(self, what: str, method: str, *arguments: Any) -> Any:
-        """Calls a method of the server on all engines, and returns the answer of this rank's, once all have answered;
-        ``None`` where it owns none. Collective."""
+        """Calls a server's method on all engines; returns this rank's answer, ``None`` without one. Collective."""
         with errors(what):
             return self._awaited(what, None if self._ask is None else self._ask(method, *arguments))
 

@@ -122,8 +122,7 @@ class Comparison:
         return wire_dtypes(tensors.names, maps)
 
     def _exchange(self) -> list[str]:
-        """The digest of every rank's map, if it has one; takes in the maps. Of equal ones, as of replicas, only one
-        travels."""
+        """The digest of every rank's map, if it has one; takes in the maps, of equal ones only one."""
         digest = self.map.digest if self.map is not None else ""
         digests: list[str] = self._agreement.gather("exchanging what the engine does", digest)
         if not all(each in self._maps for each in digests if each):

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import unmeasured
 from bare_engine import trainer
 from megatron_cpu import checkpoints
 from megatron_cpu.engines import megatron_environment
@@ -51,14 +50,11 @@ class Rank:
     def __init__(self, case: Case, model: str, rank: int, folder: Path) -> None:
         self.rank, self.folder, self.case, self._model = rank, folder, case, model
         self.is_last = rank == case.world - 1
-        if rank > 0 and case.strategy == "megatron":
-            unmeasured.start()  # the CPU stack corrects Megatron while it is imported
         self.trainer = trainer.build(model, case.strategy, **dict(case.settings))
         # After the trainer's model: SGLang changes what transformers builds
         from bare_engine.endpoint import BareEngine
 
         self.engine: Any = BareEngine(model, case.world) if rank == 0 else None
-        unmeasured.start()  # all that is slow to import is there
         call = self._call if self.engine else None
         endpoint = RolloutEndpoint(rollout_of("sglang"), call, tuple(range(case.world)), timeout_seconds=60.0)
         export_shards(True)
@@ -212,5 +208,5 @@ def test_engine_equals_disk_load(name: str, tiny_model: Callable[[str], str], tm
     moe = case.kind in MOE
     model = checkpoints.write(case.kind, tmp_path / "model", **checkpoints.FOR_SGLANG) if moe else tiny_model(case.kind)
     megatron = megatron_environment() if case.strategy == "megatron" else nullcontext()
-    with megatron, unmeasured.children():
+    with megatron:
         mp.spawn(play, args=(case, model, tmp_path, free_port()), nprocs=case.world)

@@ -18,8 +18,6 @@ from typing import Any
 
 import psutil
 
-import unmeasured
-
 RUN_SH = Path(__file__).resolve().parents[2] / "examples" / "cpu_quickstart" / "run.sh"
 MARK = "SYNC_TEST_RUN"  # in the environment of every process of a run, and of no other
 TIMEOUT_SECONDS = 900.0  # a run takes 75 to 130 s on two cores
@@ -121,7 +119,7 @@ def _run(setup: Setup, folder: Path) -> Run:
 
 def _environment(setup: Setup, folder: Path) -> dict[str, str]:
     environment = {
-        **unmeasured.environment(),
+        **os.environ,
         MARK: str(folder),
         "PYTHON": sys.executable,
         "WORK": str(folder / "work"),

@@ -11,7 +11,6 @@ from typing import Any
 import psutil
 import pytest
 
-import unmeasured
 from benchmarks import common, report, soak, transfer
 from megatron_cpu.engines import MEGATRON_BRIDGE
 
@@ -27,7 +26,7 @@ def run(name: str, words: str, folder: Path) -> tuple[list[dict[str, Any]], str]
     path = os.pathsep.join(filter(None, (bridge, str(folder), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", *words.split()],
-        env={**unmeasured.environment(), "VERL_CPU_MCORE": "1", "PYTHONPATH": path},
+        env={**os.environ, "VERL_CPU_MCORE": "1", "PYTHONPATH": path},
         cwd=folder, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import unmeasured
-
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "spmd"
@@ -22,7 +20,6 @@ def torchrun(ranks: int, script: Path, *arguments: str) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     run = subprocess.run(
         [*command, str(script), *arguments],
-        env=unmeasured.environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -4,6 +4,7 @@
 import ast
 import importlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,6 @@ import verl
 from omegaconf import OmegaConf
 
 import hydra_run
-import unmeasured
 
 pytestmark = pytest.mark.extended  # two processes that compose some fifty configs each: a minute
 
@@ -77,7 +77,7 @@ def test_every_main_is_there_and_every_config_holds_verls_values(tmp_path: Path)
     """But for our keys where the plugin moves the weights, and a mark that it is off where it does not."""
     running = {}
     for plugins in ("auto", "none"):
-        environment = {**unmeasured.environment(), "VERL_USE_EXTERNAL_PLUGINS": plugins}
+        environment = {**os.environ, "VERL_USE_EXTERNAL_PLUGINS": plugins}
         command = [sys.executable, "-W", "ignore", "-m", "unit.test_shipped_configs", str(tmp_path / plugins)]
         log = (tmp_path / f"{plugins}.log").open("w")
         # Next to the package: verl's experimental configs name its folder relative to there
@@ -105,11 +105,8 @@ def without_ours(case: str, mine: Found, verls: Found) -> bool:
             mark = rollout.pop("custom", None)
             assert mark == ({"sync": {"enabled": False}} if rollout.get("name") == "sglang" else None), case
         return False
-    assert rollout["name"] == "sglang" and mine["actor_rollout_ref"]["actor"]["strategy"] in (
-        "fsdp",
-        "fsdp2",
-        "megatron",
-    )
+    strategy = mine["actor_rollout_ref"]["actor"]["strategy"]
+    assert rollout["name"] == "sglang" and strategy in ("fsdp", "fsdp2", "megatron")
     assert case.split()[0] != WITHOUT_SYNC
     assert "${" not in json.dumps([rollout["custom"], rollout["update_weights_bucket_megabytes"]])
     assert rollout["checkpoint_engine"]["update_weights_bucket_megabytes"] == 512 and rollout["multi_stage_wake_up"]

@@ -228,8 +228,7 @@ class Packer:
             assert not left, "of another kind"
 
     def _read_plain(self, bucket: Bucket, memory: torch.Tensor, origin: int) -> None:
-        """Hashes what this rank has packed, and flags the tensors with a NaN or Inf in it; costs a read more than the
-        kernel."""
+        """Hashes and checks what this rank has packed; costs a read more than the kernel."""
         for hull in hulls_in_segment(bucket, self.rank):
             data = memory[hull.first - origin : hull.end - origin]
             self._sums[self._tensors[hull.names[0]]] += hash_bytes(data, hull.first)

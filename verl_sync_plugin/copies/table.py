@@ -26,8 +26,7 @@ EXPONENTS = {
 
 
 def _lane(block: Block) -> int:
-    """The widest lane that every address and length of a block allows; lanes of 8 that do not cast come in aligned
-    pairs."""
+    """The widest lane that a block's addresses and lengths allow; lanes of 8 that do not cast come in pairs."""
     read, written = block.source, block.target | block.position | block.width
     if block.count > 1:
         read |= block.source_stride

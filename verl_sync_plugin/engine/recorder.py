@@ -99,8 +99,7 @@ def model_tensors(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among an operation's arguments or results. The same by torch's ``tree_flatten`` was 40 % of the
-    recording's time."""
+    """An operation's tensors. The same by torch's ``tree_flatten`` was 40 % of the recording's time."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -292,8 +291,7 @@ def record(model: EngineModel, sources: Sequence[SentTensor]) -> Recording:
 
 
 def _kept(model: torch.nn.Module, known: dict[int, str]) -> str:
-    """Names a tensor of the sync that the model keeps; empty where there is none. Keeping one makes no operation; the
-    model's modules show it."""
+    """The name of a tensor of the sync that a module of the model keeps, which makes no operation; else empty."""
     for module in model.modules():
         for value in (*vars(module).values(), *module._parameters.values(), *module._buffers.values()):
             if isinstance(value, torch.Tensor) and value.device.type == "meta":

@@ -87,8 +87,7 @@ def compose(first: Run, second: Run) -> list[Run]:
 
 
 def _common(first: Run, second: Run) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yields what two runs in step share of the space between them: repetition of the first and of the second, from
-    there on how many, first byte, width."""
+    """Yields what two runs in step share: repetitions of both, from there on how many, first byte, width."""
     if first.count == 1:
         window = first.target, first.target + first.width
         for j, count, low, width in _within(second.source, second.width, second.count, second.source_stride, *window):
@@ -104,8 +103,7 @@ def _common(first: Run, second: Run) -> Iterator[tuple[int, int, int, int, int]]
 def _within(
     start: int, width: int, count: int, stride: int, low: int, high: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yields the part of some repetitions that lies in ``[low, high)`` (a cut one, whole ones, a cut one): repetition,
-    from there on how many, first byte, width."""
+    """Yields repetitions within ``[low, high)``, the outer ones cut: number, how many follow, first byte, width."""
     first = max(0, (low - start - width) // stride + 1)  # the first that ends after ``low``
     last = min(count - 1, (high - 1 - start) // stride)  # the last that begins before ``high``
     if first <= last and start + first * stride < low:

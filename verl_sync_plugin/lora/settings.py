@@ -160,8 +160,7 @@ def _refuse_existing(plain: Mapping[str, Any], where: str, settings: Mapping[str
 
 
 def _refuse_ends(plain: Mapping[str, Any], where: str, settings: Mapping[str, Any], strategy: str) -> None:
-    """Raises ValueError for an adapted embedding or head, by the model's config.json: a tied one that is to be merged,
-    or one that verl cannot shard."""
+    """Raises ValueError for an adapted embedding or head that is tied and merged, or that verl cannot shard."""
     config: dict[str, Any] = {}  # of a model that is not in a folder here
     with suppress(OSError, ValueError):
         folder = Path(plain.get("hf_config_path") or plain["path"]).expanduser()

@@ -245,8 +245,7 @@ class ShardingManager(BaseShardingManager):
         return sync, self.ways.take(sync, votes)
 
     def _open(self) -> list[Shard]:
-        """Collective over the trainer's ranks: opens the trainer, and finds out who holds what. Returns its shards
-        where they had to be read for that."""
+        """Collective over the trainer's ranks: opens the trainer; returns its shards where they had to be read."""
         own, reach = self._own, self.ways.reach
         unsure = self.source is None or self.agreed is None  # the same on all; else all have opened it
         if unsure and own.any("asking who has not opened the trainer", lambda: self.source is None):
@@ -266,14 +265,12 @@ class ShardingManager(BaseShardingManager):
             self.planned = plan_buckets(bases, slot_limit(self._bucket_bytes), sharded)
 
     def _agree(self) -> Plan | None:
-        """Collective, where any rank's plan is new: returns that of all ranks. Raises SyncError, the same on every
-        rank, where they differ."""
+        """Collective, where any rank's plan is new: that of all ranks. Raises SyncError where they differ."""
         self._own.same_on_all("the tensors to sync (plan digest)", self.planned.digest if self.planned else "")
         return self.planned
 
     def _vote(self, shards: list[Shard], agreed: Plan | None) -> tuple[Sync | None, list[int]]:
-        """Collective: the sync, if this rank's plan is the one that is agreed on; and over all ranks added up, whose is
-        not, and what they say of the ways."""
+        """Collective: the sync, if this rank's plan is agreed on; and of all ranks, whose is not, and votes on ways."""
         sync, votes = None, [1, 0, 0, 0]
         plan, source, report = self.planned, self.source, self.report
         with self.agreement.attempt():

@@ -148,8 +148,7 @@ class Way(ABC):
             self._sender.load(index, slot)
 
     def _wait(self, sync: Sync, index: int) -> None:
-        """Waits until the engine rank has loaded a bucket; a rank that has failed, or has no engine rank,
-        waits for nothing."""
+        """Waits until the engine rank has loaded a bucket; not where this rank has failed, or has none."""
         if self._agreement.failed or not self._loads:
             return
         with sync.report.stage("wait_engine"):

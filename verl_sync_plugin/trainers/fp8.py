@@ -269,8 +269,7 @@ class QuantizingSource(ParameterSource):
 
     @torch.no_grad()
     def _measure(self, piece: _Piece) -> None:
-        """Adds what this rank holds of a base to the largest magnitudes. NaN and Inf make a scale infinite, which is
-        found where it is packed."""
+        """Adds what this rank holds of a base to the largest magnitudes; NaN and Inf show where they are packed."""
         shard = self._found[piece.inner]
         run = shard.local()
         for begin, count in chunks_of(run.numel()):

@@ -136,8 +136,7 @@ class _Module:
         return named
 
     def _find_slots(self, state: State) -> None:
-        """Finds where modules keep the tensors; finds none when a hook made any, and then the state dict is asked every
-        time."""
+        """Finds where modules keep the tensors; nowhere when a hook made any: the state dict is asked every time."""
         places = {
             id(tensor): (place, attribute)
             for module in self._module.modules()

@@ -150,8 +150,7 @@ def compare_placed(manager: Any, adapter: str, sent: Sequence[Sent]) -> None:
 
 
 def _places(manager: Any, sent: Sequence[Sent]) -> dict[str, _Place]:
-    """By the name under which SGLang's adapter holds a factor, after it has put together what it computes in one.
-    Raises LostFactorsError, see ``compare_placed``."""
+    """By the name under which SGLang holds a factor, once put together. Raises LostFactorsError."""
     found: dict[str, _Place] = {}
     without: dict[str, list[str]] = {}  # names of modules by why SGLang cannot compute with their factors
     for each in sent:
@@ -174,8 +173,7 @@ def _places(manager: Any, sent: Sequence[Sent]) -> dict[str, _Place]:
 
 
 def _module(manager: Any, parent: str, own: str) -> tuple[str, int | None, Any]:
-    """Finds SGLang's module that computes with the factors of a module: its own name, number of layer, itself. Raises
-    ValueError, which says why, where there is none."""
+    """SGLang's module for a module's factors: its own name, number of layer, itself. Raises ValueError."""
     from sglang.srt.layers.utils import get_layer_id
 
     layer = get_layer_id(f"{parent}.")

@@ -150,8 +150,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
             self._ended = time.monotonic()
 
     async def _enter(self, request: Any) -> None:
-        """Hazard: between the end of ``enter`` and SGLang's own call nothing else may run, or a request would come into
-        a sync that begins there."""
+        """Hazard: nothing else may run between the end of ``enter`` and SGLang's call, or a sync could begin there."""
         try:
             await self._gate.enter()
         except HalfWrittenError as error:
