@@ -35,9 +35,7 @@ LEAST_SHARE = 32
 MEASURED_TIMES, MEASURED_BESIDE = 2, 1 << 30
 
 # (before, after) of each resume, as moments of ``SyncReport.device_used_bytes``
-WEIGHTS_RESUME = ("asleep", "weights")
-KV_RESUME = ("room", "awake")
-RESUMES = WEIGHTS_RESUME, KV_RESUME
+RESUMES = WEIGHTS_RESUME, KV_RESUME = ("asleep", "weights"), ("room", "awake")
 
 Growth = dict[tuple[str, str], int]
 
@@ -123,9 +121,8 @@ def note_device_memory(report: SyncReport, device: torch.device, moment: str) ->
 def measured(
     report: SyncReport, device: torch.device, attempt: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[None]:
-    """Around a part of a sync: notes the device and host memory that it needs beyond what was held before it, in bytes,
-    and the device's name; a higher value that is there stays. The device may fail at any call, which ``attempt`` keeps
-    until ranks settle."""
+    """Around a part of a sync: notes the device and host memory that it needs beyond what was held, in bytes, and the
+    device's name; a higher value stays. The device may fail at any call, which ``attempt`` keeps."""
 
     def resident() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # the peak

@@ -115,8 +115,7 @@ def _charts(runs: Sequence[Run]) -> str:
 
 
 def _draw_syncs(runs: Sequence[Run], axes: Axes) -> None:
-    """The later syncs by stage, and the slowest of each bar, which leaves the chart at its top where it would make all
-    others flat; the slowest of all is named."""
+    """The later syncs by stage, and the slowest of each bar unless it makes all others flat."""
     later, slowest = runs[0].later, runs[0].slowest
     size = -(-len(later) // BARS)
     groups = [later[start : start + size] for start in range(0, len(later), size)]

@@ -310,8 +310,7 @@ class ModelLoad:
     def _quantizing(
         self, blocks: Sequence[Block], wheres: Sequence[_Where], homes: Sequence[int]
     ) -> list[QuantizeTable]:
-        """Tables of what lies in bf16 or fp32 and goes to parameters in fp8, a table for each of these dtypes. Raises
-        ValueError where the scales of a matrix lie in several pieces in the trainer."""
+        """Tables of bf16 and of fp32 that goes to fp8. Raises ValueError where a matrix's scales lie in pieces."""
         if not blocks:
             return []
         lies = dict[str, set[tuple[int, int]]]()  # of scales: region, and byte in it of the first one
@@ -458,8 +457,7 @@ class _Where:
 
 
 def _rectangles(block: Block, columns: int, wide: int, scale_region: int, first: int) -> Iterator[Rectangle]:
-    """The parts of a matrix in fp8 that a block makes of a trainer rank's values. Its scales, one for ``wide`` columns,
-    lie from byte ``first`` of region ``scale_region`` on."""
+    """The parts of a matrix in fp8 in a block of a trainer rank's values; its scales lie from ``first`` on."""
     tall = block.count > 1 and block.place_stride == columns and block.place % columns + block.width <= columns
     for number in range(1 if tall else block.count):
         place = block.place + number * block.place_stride

@@ -196,8 +196,7 @@ class ReceiverSession:
         self._plain, self._judged = plain, load.layout
 
     def _open(self, hello: Hello, channel: Channel) -> bool:
-        """Maps the staging memory of every trainer rank that is read here; False when a peer's cannot be opened, and
-        then the trainer knows why not."""
+        """Maps the staging memory that is read here; False where a peer's cannot be opened: the trainer knows why."""
         keys = [export.key for export in hello.stagings]
         self._stagings = {key: held for key, held in self._stagings.items() if key in keys}  # unmap before mapping
         own = hello.stagings[hello.place]

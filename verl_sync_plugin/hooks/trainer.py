@@ -28,8 +28,7 @@ class SyncTrainerMixin:
     bases."""
 
     def _init_resource_pool_mgr(self: Any, **more: Any) -> None:
-        """verl's step that says which class serves which role. A config that no driver of ours has seen (composed by a
-        program of the user's, or by a multirun) is settled here, before anything of it is read."""
+        """verl's step that gives classes to roles; before it, a config that no driver has seen is checked."""
         expect_metrics()
         if line := apply_keys(self.config, resolved=True):
             say(f"task runner: {line}")

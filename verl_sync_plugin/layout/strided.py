@@ -118,8 +118,7 @@ def _within(
 
 
 def _row_by_row(first: Run, second: Run) -> Iterator[tuple[int, int, int, int, int]]:
-    """``_common`` of two that repeat: repetition ``i + shift`` of the second meets repetition ``i`` of the first, for
-    the one or two shifts at which they overlap."""
+    """``_common`` of two that repeat: for the one or two shifts of repetitions at which they overlap."""
     stride = second.source_stride
     gap = second.source - first.target
     for shift in range(-((gap + second.width - 1) // stride), (first.width - 1 - gap) // stride + 1):

@@ -225,8 +225,8 @@ class ShardingManager(BaseShardingManager):
                 self.source.release()
 
     def plan(self) -> tuple[Sync, Way]:
-        """Collective: what every rank holds, the buckets in which it travels, and the way; in one round as long as
-        nothing has changed. The trainer's ranks plan; others, if there are any, are handed what is new."""
+        """Collective: the sync and its way, in one round as long as nothing has changed. The trainer's ranks plan, and
+        hand others what is new."""
         shards: list[Shard] = []
         # Where they are separate, an error of all trainer ranks is news for the rollout ranks
         with self.agreement.attempt() if self._separate else nullcontext():

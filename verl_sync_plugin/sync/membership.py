@@ -163,10 +163,7 @@ class Membership:
         return True
 
     def _stands(self, members: tuple[Member, ...]) -> bool:
-        """True if all members are in one group, and nobody else is; the same on all of them.
-
-        Somebody who was left out for a while is still in the group of before, which the others have left.
-        """
+        """True if all members are in one group, and nobody else, who may be in one that the others have left."""
         groups = {member.group for member in members}
         return groups == {self._name} != {""} and self._keys == tuple(member.key for member in members)
 

@@ -35,8 +35,8 @@ class Given:
         self._modules: list[torch.nn.Module] = []
 
     def take(self, source: Any) -> bool:
-        """Notes what a sync is to read; returns True if it is another module or kind than before, or has other modules
-        in it. Raises TypeError or, for a module, ValueError for what cannot be read."""
+        """Notes what a sync is to read; True if it is another module or kind than before, or has other modules in it.
+        Raises TypeError, or ValueError for a module, where it cannot be read."""
         modules = list(source.modules()) if isinstance(source, torch.nn.Module) else []
         if source is self.source and modules == self._modules and not isinstance(source, Mapping):
             return False

@@ -195,8 +195,7 @@ def _ranks(size: int, rank: int) -> Any:
 
 
 def _silent(mapping: Any, module: torch.nn.Module, all_parts: AllParts) -> Any:
-    """A copy of a mapping, and of the mappings in it, that communicates nothing; ``all_parts`` answers where it would
-    gather the tensor-parallel parts."""
+    """A copy of a mapping that communicates nothing; ``all_parts`` answers for tensor-parallel parts."""
     from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
     from megatron.core.utils import get_pg_rank, get_pg_size
 
