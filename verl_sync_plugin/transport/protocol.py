@@ -35,7 +35,7 @@ from verl_sync_plugin.layout.tensors import Entry, Plan
 from verl_sync_plugin.transport.memory import Live, StagingExport
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 
 ALL = -1  # in place of a bucket: all of them at once
 
