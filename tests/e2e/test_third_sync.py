@@ -23,7 +23,7 @@ def test_few_files_rounds_and_messages_make_a_sync(drifted: Run) -> None:
     """FSDP2 on two ranks, an engine for each, parameters read where they lie."""
     checks.ended(drifted, steps=3)
     checks.same_weights(drifted)
-    assert all(report["delivery"] == "direct" for report in drifted.reports if report["global_steps"] >= 2), (
+    assert all(report["delivery"] == "in place" for report in drifted.reports if report["global_steps"] >= 2), (
         drifted.reports
     )
     counted = [json.loads(line) for line in (drifted.folder / "counted.jsonl").read_text().splitlines()]

@@ -264,6 +264,8 @@ def test_a_cluster_whose_nodes_differ(tell: Callable[..., Any], monkeypatch: pyt
         ("python3 -m verl.trainer.main_ppo --config-name ppo_megatron_trainer ~trainer.logger", "", "", ""),
         ("x/verl/trainer/main_generation_server.py -cn ppo_trainer.yaml", WARNING, "stock verl moves the", "leave out"),
         ("A=1 python3 -u verl/trainer/main_ppo.py +x=y.py", "", "", ""),
+        ("verl.trainer.main_ppo ~trainer.logger", "", "", ""),
+        ("main_ppo.py ~trainer.logger", "", "", ""),
         ("python3 -m verl.experimental.x.main_ppo --config-path x rollout.nnodes=1", WARNING, "not checked", "alone"),
     ],
 )

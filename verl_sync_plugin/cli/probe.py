@@ -125,7 +125,7 @@ def _one_line(error: BaseException) -> str:
 def program_of(words: Sequence[str]) -> tuple[str, Sequence[str]]:
     """Splits a whole command that was pasted, or overrides alone: the main as a module, and what follows it."""
     for place, word in enumerate(words):
-        if "=" not in word and (word.endswith(".py") or words[place - 1 : place] == ["-m"]):
+        if "=" not in word and (word.endswith(".py") or word.startswith("verl.") or words[place - 1 : place] == ["-m"]):
             return word.removesuffix(".py").strip("/").replace("/", "."), words[place + 1 :]
     return MAINS[0], words
 
@@ -153,7 +153,7 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
 
     line, check, key = "", "overrides", "actor_rollout_ref.rollout.name"
     module, words = program_of(words)
-    if not module.endswith(MAINS):
+    if not any(module.endswith(main) or main.endswith(f".{module}") for main in MAINS):
         remedy = f"to check them with the config of {MAINS[0]}, give them alone, without a program"
         text = f"overrides not checked: the config of {module} may be another"
         return {"line": "", "findings": [warning(check, text, remedy)]}

@@ -103,7 +103,7 @@ class SyncElement(SearchPathElement):
 
     @property
     def path(self) -> str:  # type: ignore[override]
-        for each in (element for element in self.elements if element is not self):
+        for each in (element for element in self.elements if not isinstance(element, SyncElement)):
             scheme, _, place = str(each.path).rpartition("://")
             if SourcesRegistry.instance().resolve(scheme or "file")(each.provider, each.path).is_config(CONFIG):
                 verls = Path(place).resolve() == verl_configs() or place.replace("/", ".").strip(".") == PACKAGE

@@ -49,7 +49,7 @@ def left_to_verl(rollout: Any) -> str:
 
 
 def _count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return not isinstance(value, bool) and str(value).isdecimal()  # from the environment they come as words
 
 
 def _number(value: Any) -> bool:
@@ -99,9 +99,9 @@ def refuse_combinations(config: Any, moves: bool) -> None:
     served = bool(rank) and not merge
     # verl's experimental mains take them from here, later
     pool, where = (config.rollout, "rollout") if "nnodes" in (config.get("rollout", None) or {}) else (rollout, ROLLOUT)
-    nodes, each = (pool.get(key, None) or 0 for key in ("nnodes", "n_gpus_per_node"))
+    nodes, each = (int(pool.get(key, None) or 0) for key in ("nnodes", "n_gpus_per_node"))
     own = pool is not rollout and not OmegaConf.select(config, "async_training.use_dynamic_resource_scheduling")
-    gpus, needed = nodes * each, math.prod(rollout.get(key, None) or 1 for key in SIZES)
+    gpus, needed = nodes * each, math.prod(int(rollout.get(key, None) or 1) for key in SIZES)
     merged, adapter = f"{MODEL}.lora.merge=True", f"{MODEL}.lora.merge=False and LoRA rank {rank}"
     if sync.pause != "abort":
         abort = f"{KEY_PREFIX}.pause=abort"

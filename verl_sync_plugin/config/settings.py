@@ -154,5 +154,5 @@ def bucket_megabytes(short: Any, long: Any, given: bool = True) -> int:
 
 def bucket_of(rollout: Any) -> int:
     """``bucket_megabytes`` of verl's rollout config as a dataclass, in which verl's own default counts as not given."""
-    engine = rollout.checkpoint_engine
-    return bucket_megabytes(rollout.get(BUCKET, None), engine[BUCKET], engine[BUCKET] != type(engine)()[BUCKET])
+    long, default = (getattr(each, BUCKET) for each in (rollout.checkpoint_engine, type(rollout.checkpoint_engine)))
+    return bucket_megabytes(rollout.get(BUCKET, None), long, long != default)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fills this rank's segment of a bucket: by the copy kernel where it can, hashing and checking what is packed.
 
-A slot is uint8 and holds all of a bucket, or, where the plan is sharded, this rank's segment only; ``Plan.origin``
-is the byte of the bucket at which it begins.
+A slot is uint8 and holds a bucket or, of a sharded plan, this rank's segment; it begins with byte ``Plan.origin``.
 """
 
 from __future__ import annotations

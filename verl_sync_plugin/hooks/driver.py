@@ -123,8 +123,10 @@ def syncs(actor_rollout_ref: Any, overrides: Sequence[str]) -> bool:
 
 def backend_of(rollout: Any) -> str:
     """verl's ``checkpoint_engine.backend``, by which trainer and rollout are colocated (``naive``) or separate."""
-    backend = str(section(rollout, "checkpoint_engine", f"{ROLLOUT}.checkpoint_engine").get("backend", "naive"))
-    if backend != SEPARATE_BACKEND and get_close_matches(backend.lower(), [SEPARATE_BACKEND], cutoff=0.75):
+    engine = section(rollout, "checkpoint_engine", f"{ROLLOUT}.checkpoint_engine")
+    backend, own = str(engine.get("backend", "naive")), engine.get("custom_backend_module", None)
+    others = own or backend.endswith(SEPARATE_BACKEND)  # ours, or another word
+    if not others and get_close_matches(backend.lower(), [SEPARATE_BACKEND], cutoff=0.9):
         raise ValueError(f"{BACKEND_KEY}={backend}: no backend of verl's. Did you mean {SEPARATE_BACKEND}?")
     return backend
 

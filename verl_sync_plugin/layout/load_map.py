@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Maps the tensors of a sync to one engine rank's memory: one table, and everything that follows from it. No torch.
 
-The engine rank finds it out once (``engine/introduce.py``). Moves are counted in elements, so they hold for whatever
-dtype travels. Tensors are numbered in the order of their names.
+The engine rank finds it out once (``engine/introduce.py``). Moves are in elements, so they hold for any dtype. Tensors
+are numbered in the order of their names.
 """
 
 from __future__ import annotations
