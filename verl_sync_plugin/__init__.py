@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl-sync-plugin: takes over verl's resharding phase (trainer to rollout weight sync)."""
 
-import importlib.metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,6 @@ def build() -> str:
     file = Path(__file__).with_name("COMMIT")  # setup.py writes it
     commit = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
     return f"{__version__} ({commit})" if commit else __version__
-
-
-def version_of(package: str) -> str:
-    """The version that is installed here; empty without one."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def __getattr__(name: str) -> Any:

@@ -8,12 +8,12 @@ alone, one name in one verl module is replaced (``launch_shims``).
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import types
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-from verl_sync_plugin import version_of as version_of
 from verl_sync_plugin.errors import IncompatibleHostError, RegistryConflictError
 
 WITHOUT = "set VERL_USE_EXTERNAL_PLUGINS=none to run verl without plugins"
@@ -40,6 +40,14 @@ def refuse_stranger(what: str, rollout: str, found: Any, known: tuple[Any, ...])
             f"verl's {what} for {rollout} is already taken by {found!r}; verl-sync-plugin needs it. "
             f"Uninstall one of the two plugins, or {WITHOUT}."
         )
+
+
+def version_of(package: str) -> str:
+    """The version that is installed here; empty without one."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 @contextmanager

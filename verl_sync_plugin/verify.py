@@ -301,8 +301,7 @@ class _Weights:
 
 
 def refuse_changed(changed: Sequence[str]) -> None:
-    """Raises ValueError where constants next to the weights, or elements in a wider dtype, have other bits than a load
-    leaves."""
+    """Raises ValueError where constants, or elements in a wider dtype, have other bits than a load leaves."""
     if changed:
         raise ValueError(f"the engine's parameters hold what no load puts there: {some(changed)}")
 

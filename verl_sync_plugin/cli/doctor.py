@@ -31,7 +31,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_version
 from packaging.version import InvalidVersion
 
-from verl_sync_plugin import build, version_of
+from verl_sync_plugin import build
 
 OK, WARNING, PROBLEM = LEVELS = ("ok", "warning", "problem")  # from harmless to grave
 SCHEMA = 2  # of the JSON; raised when a key changes its meaning or goes
@@ -107,7 +107,7 @@ def check_node(overrides: Sequence[str] = ()) -> dict[str, Any]:
     versions, machine = installed(), read_machine()
     platform = os.environ.get(PLATFORM, "").strip().lower()
     # The quickstart's environment needs no variable
-    if not (platform or machine["gpus"] or machine["torch_device"]) and version_of(CPU_STACK):
+    if not (platform or machine["gpus"] or machine["torch_device"]) and _version(CPU_STACK):
         platform = "cpu"
     probed = probe(overrides, {PLATFORM: platform} if platform else {})
     found = [*check_versions(versions, probed["verl"]), *check_entry_points()]
@@ -125,7 +125,14 @@ def check_node(overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 def installed() -> dict[str, str | None]:
     """The version of each package, ``None`` where it is not installed; the plugin's with its commit."""
-    return {PLUGIN: build(), "python": python_version(), **{name: version_of(name) or None for name in PACKAGES}}
+    return {PLUGIN: build(), "python": python_version(), **{name: _version(name) or None for name in PACKAGES}}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def check_versions(versions: Versions, imported: str | None) -> Iterator[Finding]:

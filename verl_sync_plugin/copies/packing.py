@@ -250,8 +250,7 @@ class Packer:
         return self._sums.cpu()
 
     def broken(self) -> list[str]:
-        """The tensors with a NaN or Inf in this rank's part; of tied ones perhaps only the first. Waits for the
-        device."""
+        """The tensors with a NaN or Inf in this rank's part, of tied ones perhaps the first. Waits for the device."""
         names = list(self._tensors)  # in the order of their numbers
         return [names[number] for number in self._flags.nonzero().flatten().tolist()]
 

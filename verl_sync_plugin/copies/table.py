@@ -250,8 +250,7 @@ def scales_of(largest: torch.Tensor, least: float, most: float) -> tuple[torch.T
 
 
 def addresses(target: int, sources: Sequence[int], device: torch.device) -> torch.Tensor:
-    """The addresses that blocks are relative to, as the kernel reads it: int64 of shape ``(1 + n,)``. All divisible by
-    16."""
+    """Addresses to which blocks are relative, for the kernel: int64 of shape ``(1 + n,)``, each a multiple of 16."""
     return torch.tensor([target, *sources], dtype=torch.int64).to(device)
 
 

@@ -438,8 +438,8 @@ def memory_of(flats: Sequence[torch.Tensor], device: torch.device) -> Memory:
 
 
 def _marks(chunk: Sequence[SentTensor], owners: Mapping[str, str], generator: torch.Generator) -> list[_Mark]:
-    """Tied tensors hold the same marks, in memory of their own, for some models write into what they are given. The
-    random bits of a chunk are made at once: made one by one, those of 18867 tensors took longer than their load."""
+    """Tied tensors hold the same marks, in memory of their own: some models write into what they are given. A chunk's
+    bits are made at once: one by one, those of 18867 tensors took longer than their load."""
     metas = [source.meta() for source in chunk]
     sizes = [meta.untyped_storage().nbytes() for meta in metas]
     bits = _finite_bits(sum(map(align, sizes)), generator)

@@ -170,12 +170,11 @@ class ReceiverSession:
         )
 
     def _take_activations(self) -> int:
-        """Bytes that the engine's allocator took since the last call, in addition to what it keeps; 0 at the first,
-        whose peak is of the engine's start, and without a device.
+        """Bytes that the engine's allocator took since the last call, in addition to what it keeps; 0 at the first, and
+        without a device.
 
-        What the engine keeps (weights, KV cache, CUDA graphs) is in its allocator's count also while it is asleep, so
-        the least count at any sync stands for it. Resets the allocator's peaks, which nobody else in the engine's
-        process may count on.
+        What the engine keeps (weights, KV cache, CUDA graphs) counts also while it is asleep, so the least count at any
+        sync stands for it. Resets the allocator's peaks, which nobody else in the process may count on.
         """
         if not torch.cuda.is_available():
             return 0

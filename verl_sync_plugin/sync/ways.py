@@ -135,8 +135,7 @@ class Way(ABC):
 
     @abstractmethod
     def close(self, sync: Sync) -> None:
-        """Gives back what is not kept until the next sync: all engine ranks have committed this one, or failed to. Not
-        collective."""
+        """Gives back what is not kept: all engine ranks have committed this sync, or failed to. Not collective."""
 
     @abstractmethod
     def fall_back(self, error: WayRefusedError) -> None:

@@ -74,8 +74,7 @@ class _Rectangle(NamedTuple):
     first: int
 
     def in_blocks(self, values: torch.Tensor) -> torch.Tensor:
-        """Its part of some values, shape ``(n, rows of a block, m, columns of a block)``, with zeros where a block goes
-        on."""
+        """Part of some values: ``(n, rows of a block, m, columns of a block)``, with zeros where a block goes on."""
         part = values.as_strided(self.size, (self.stride, 1), values.storage_offset() + self.first)
         (high, wide), (lines, columns) = self.weight.block, self.size
         above, before = self.row % high, self.column % wide

@@ -31,8 +31,7 @@ Merge = Callable[[torch.Tensor, int], torch.Tensor]  # see ``Shard.merge``
 
 
 def reached(device: torch.device, seconds: float) -> None:
-    """Waits until a device has done all that was given to it; a rank that died leaves NCCL hanging. Raises
-    TimeoutError."""
+    """Waits until a device has done all that it was given; a dead rank leaves NCCL hanging. Raises TimeoutError."""
     if device.type != "cuda":
         return
     event = torch.cuda.Event()
@@ -152,8 +151,7 @@ class Merging(ParameterSource):
 
     @abstractmethod
     def gather(self, bases: tuple[int, ...]) -> Generator[None, None, None]:
-        """Adds whole factors for these bases, in fp32, to ``gathered``. Collective; yields right before each
-        collective."""
+        """Adds whole factors for these bases, fp32, to ``gathered``. Collective; yields right before each."""
 
     def release(self) -> None:
         self.factors.shards.clear()

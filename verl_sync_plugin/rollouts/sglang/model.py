@@ -166,8 +166,8 @@ def _expert_locations() -> Any:
 
 @contextmanager
 def _every_replica() -> Iterator[None]:
-    """Context in which a load writes every replica of an expert. SGLang's loaders ask where an expert is, and get the
-    replica that requests are sent to: of two on one GPU the other keeps its old weights."""
+    """Context in which a load writes every replica of an expert. SGLang's loaders get the one that requests are sent
+    to; another on the same GPU would keep its old weights."""
     locations = _expert_locations()
     nearest = getattr(locations, "logical_to_all_physical", None)
     if nearest is None:

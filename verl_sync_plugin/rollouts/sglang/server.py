@@ -110,9 +110,9 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
 
     @contextmanager
     def _decided(self, backup: bool) -> Iterator[None]:
-        """Context in which verl's launch takes the sync's decision on the CPU backup. It has no argument for that: it
-        turns the copy on in hybrid mode and with LoRA. So a server that needs none is shown as standalone and, where
-        LoRA is merged before the sync, without LoRA; the launch reads both for nothing else."""
+        """Context in which verl's launch takes the sync's decision on the CPU backup, for which it has no argument: it
+        turns the copy on in hybrid mode and with LoRA, and reads both for nothing else. So a server that needs none is
+        shown as standalone and, where LoRA is merged before the sync, without LoRA."""
         mode, model, rank = self.rollout_mode, self.model_config, self.model_config.lora_rank
         if not backup and mode == RolloutMode.HYBRID:
             self.rollout_mode = RolloutMode.STANDALONE
