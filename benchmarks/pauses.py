@@ -48,7 +48,7 @@ def paused_engine(args: argparse.Namespace, folder: Path) -> Iterator[Any]:
     import sglang
 
     folder.mkdir(parents=True, exist_ok=True)
-    models.write_tokenizer(folder, None)
+    models.write_tokenizer(folder)
     models.config_of(args.model).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["architectures"] = ["Qwen3MoeForCausalLM" if "num_experts" in config else "Qwen2ForCausalLM"]
