@@ -41,7 +41,7 @@ METRICS: dict[Callable[[Iterator[float]], float], tuple[str, ...]] = {
     min: ("gigabytes_per_second", "in_place", "verified_tensors", "replayed_tensors"),
 }  # fmt: skip
 
-_said: set[str] = set()  # what this process has said once; report files in which it has named its versions
+_said: set[str] = set()  # what this process has said once
 
 
 @dataclass
@@ -160,12 +160,12 @@ def write_report(report: SyncReport) -> None:
     if not path:
         return
     line: dict[str, Any] = {"event": EVENT, **report.as_dict()}
-    if path not in _said:
+    if f"versions {path}" not in _said:
         line["versions"] = {package: found for package in compat.STACK if (found := compat.version_of(package))}
     try:
         with open(path, "a") as file:
             file.write(json.dumps(line) + "\n")
-        _said.add(path)
+        _said.add(f"versions {path}")
     except OSError as error:  # the weights are in place; a lost line must not end the run
         say(f"{REPORT_FILE_VARIABLE}={path}: the report of this sync is not written: {error}")
 

@@ -133,7 +133,7 @@ def poison(model: torch.nn.Module) -> None:
 
 
 def plain(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What the modules hold that is neither parameter nor buffer, nor a view of one."""
+    """All that the modules hold which is neither parameter nor buffer, nor a view of one."""
     known = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     every = {f"{path}.{key}": each for path, module in model.named_modules() for key, each in vars(module).items()}
     tensors = {name: each for name, each in every.items() if isinstance(each, torch.Tensor)}

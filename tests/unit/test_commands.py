@@ -187,7 +187,7 @@ PROBLEM, WARNING = "problem", "warning"
             )
             for version in versions
         ),
-        ({"versions": {"sglang": "0.5.9"}}, "version/sglang", PROBLEM, "sglang>=0.5.12 is needed", "sglang==0.5.12"),
+        ({"versions": {"sglang": "0.5.9"}}, "version/sglang", PROBLEM, "sglang 0.5.12 or newer is", "sglang==0.5.12"),
         ({"says": "0.8.0"}, "version/verl", PROBLEM, "the code that is imported says 0.8.0", "keep one installation"),
     ],
 )  # fmt: skip

@@ -209,8 +209,8 @@ def test_stages_fill_the_same_bucket() -> None:
 @pytest.mark.parametrize(
     ("shares", "said"),
     [
-        ([Run(0, 0, 4), Run(0, 4, 2)], "hold 6 of 8 elements of parameter 'w'"),
-        ([Run(0, 0, 2, 2, 2, 4), Run(0, 0, 4)], "hold 8 of 8 elements, 2 of them twice of parameter 'w'"),
+        ([Run(0, 0, 4), Run(0, 4, 2)], "hold 6 of 8 elements, 0 of them twice, of parameter 'w'"),
+        ([Run(0, 0, 2, 2, 2, 4), Run(0, 0, 4)], "hold 6 of 8 elements, 2 of them twice, of parameter 'w'"),
     ],
 )
 def test_ranks_that_do_not_hold_each_element_once_are_refused(shares: list[Run], said: str) -> None:

@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from platform import python_version
@@ -129,10 +130,9 @@ def installed() -> dict[str, str | None]:
 
 
 def _version(package: str) -> str:
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return ""
 
 
 def check_versions(versions: Versions, imported: str | None) -> Iterator[Finding]:
@@ -147,7 +147,9 @@ def check_versions(versions: Versions, imported: str | None) -> Iterator[Finding
             text = f"the metadata of {package} say {version}, and the code that is imported says {code}"
             yield problem(check, text, f"keep one installation of {package}: {remedy}")
         if not _within(accepted, version):
-            yield problem(check, f"{package} {version}: {package}{accepted} is needed", remedy)
+            least, _, below = accepted.removeprefix(">=").partition(",<")
+            needed = f"{package} {least} or newer" + (below and f", and older than {below},")
+            yield problem(check, f"{package} {version}: {needed} is needed", remedy)
         elif not _within(tried, version):
             text = f"{package} {version} is within {accepted}, and was not tried ({package}{tried} was)"
             yield warning(check, text, f"run a few steps and look at sync/coverage_missing, or {remedy}")

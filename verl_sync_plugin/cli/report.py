@@ -63,8 +63,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Origin(msgspec.Struct):
-    """What every ``origin`` has."""
-
     host: str
     pid: int
     rank: int
@@ -73,7 +71,7 @@ class Origin(msgspec.Struct):
 
 
 class Line(msgspec.Struct):
-    """What a line of a report file has to have."""
+    """Checks a line of a report file."""
 
     origin: Origin
     stages: dict[str, Seconds]

@@ -27,6 +27,7 @@ ACTOR = "actor_rollout_ref.actor"
 MODE_KEY = "trainer.v1.trainer_mode"
 SEPARATE_ASYNC = "separate_async"
 SIZES = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+OWN_GPUS = ("nnodes", "n_gpus_per_node")  # words from the environment, too: colocated runs do not read them
 NO_QAT = "weight sync does not quantize"
 LATE = ("override_ddp_config.overlap_param_gather=True", "verl syncs before parameters are gathered", "Set it to False")
 COLOCATED_MODES = ("sync", "colocate_async")  # with these verl syncs by its backend ``naive``, whatever is set
@@ -49,7 +50,7 @@ def left_to_verl(rollout: Any) -> str:
 
 
 def _count(value: Any) -> bool:
-    return not isinstance(value, bool) and str(value).isdecimal()  # from the environment they come as words
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _number(value: Any) -> bool:
@@ -66,7 +67,8 @@ _WHOLE = "not a whole number from 0 on"
 VALUES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     f"{ROLLOUT}.multi_stage_wake_up": (_boolean, "not a boolean", f"{ROLLOUT}.multi_stage_wake_up=True or False"),
     **{f"{MODEL}.{key}": (_count, _WHOLE, "for example 32") for key in ("lora.rank", "lora_rank")},
-    **{f"{ROLLOUT}.{key}": (_count, _WHOLE, "for example 1") for key in ("nnodes", "n_gpus_per_node", *SIZES)},
+    **{f"{ROLLOUT}.{key}": (_count, _WHOLE, "for example 1") for key in SIZES},
+    **{f"{ROLLOUT}.{key}": (lambda value: str(value).isdecimal(), _WHOLE, "for example 1") for key in OWN_GPUS},
     f"{MODEL}.lora.alpha": (_number, "not a number", "for example 32"),
     f"{MODEL}.lora_alpha": (_number, "not a number", "for example 32"),
     f"{MODEL}.lora.merge": (_boolean, "not a boolean", f"{MODEL}.lora.merge=True or False"),
@@ -99,9 +101,9 @@ def refuse_combinations(config: Any, moves: bool) -> None:
     served = bool(rank) and not merge
     # verl's experimental mains take them from here, later
     pool, where = (config.rollout, "rollout") if "nnodes" in (config.get("rollout", None) or {}) else (rollout, ROLLOUT)
-    nodes, each = (int(pool.get(key, None) or 0) for key in ("nnodes", "n_gpus_per_node"))
+    nodes, each = (int(pool.get(key, None) or 0) for key in OWN_GPUS)
     own = pool is not rollout and not OmegaConf.select(config, "async_training.use_dynamic_resource_scheduling")
-    gpus, needed = nodes * each, math.prod(int(rollout.get(key, None) or 1) for key in SIZES)
+    gpus, needed = nodes * each, math.prod(rollout.get(key, None) or 1 for key in SIZES)
     merged, adapter = f"{MODEL}.lora.merge=True", f"{MODEL}.lora.merge=False and LoRA rank {rank}"
     if sync.pause != "abort":
         abort = f"{KEY_PREFIX}.pause=abort"

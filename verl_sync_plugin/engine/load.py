@@ -36,7 +36,6 @@ from verl_sync_plugin.log import say, some
 from verl_sync_plugin.transport.memory import Live, Regions
 from verl_sync_plugin.transport.protocol import Held, Manifest
 
-FP8 = "float8_e4m3fn"
 Layout = tuple[tuple[object, ...], ...]
 _WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -215,7 +214,7 @@ class ModelLoad:
 
     def _blocks(self, entry: Entry, segment: int, packed: bool = False) -> Iterator[Block]:
         """Composes a bucket's pieces of a tensor with its moves; ``packed`` is only read."""
-        size, tensor = size_of(entry.dtype), self._numbers[entry.name] if entry.dtype == FP8 else -1
+        size, tensor = size_of(entry.dtype), self._numbers[entry.name] if entry.dtype == "float8_e4m3fn" else -1
         for part, move in self._moves.get(entry.name, ()):
             first = 0 if packed else self._storages.flats[move.storage].data_ptr()
             for run in (move.box.packed() if packed else move.box).runs(size):

@@ -129,7 +129,7 @@ def refuse_keys(rollout: Any) -> None:
     ranks = (rollout.get("tensor_model_parallel_size", None) or 1) * (rollout.get("data_parallel_size", None) or 1)
     twice = "tp_size" if given.get("tp_size", None) == ranks else ""
     refuse_arguments(lambda key: None if key == twice else given.get(key, None), ARGUMENTS, rows=VERLS_OWN)
-    _refuse_data_parallel(rollout, given)
+    _refuse_data_parallel(rollout, given, ranks)
 
 
 def left_to_verl(rollout: Any) -> str:
@@ -173,10 +173,9 @@ def refuse_arguments(
             raise ValueError(f"{where}.{key}={value!r}{made}: {words}.")
 
 
-def _refuse_data_parallel(rollout: Any, given: Mapping[str, Any]) -> None:
+def _refuse_data_parallel(rollout: Any, given: Mapping[str, Any], ranks: int) -> None:
     """verl plans its ranks by its own key, and not by SGLang's ``dp_size``."""
     parallel, attention = rollout.get("data_parallel_size", None) or 1, bool(given.get("enable_dp_attention", False))
-    ranks = (rollout.get("tensor_model_parallel_size", None) or 1) * parallel
     # With DP attention SGLang shares out its own ranks and their number stays; else every one is a rank more
     value = given.get("dp_size", None)
     whole = isinstance(value, int) and not isinstance(value, bool)

@@ -103,8 +103,7 @@ def _unit(ranks: tuple[int, ...], name: str, found: dict[int, Part]) -> Unit:
         runs = [run for part, _ in unit for run in part.views[number].shares if run.width]
         held, different = sum(run.width * run.count for run in runs), _different(runs)
         if held != view.span or different != held:
-            twice = f", {held - different} of them twice" if different != held else ""
-            raise ValueError(f"{who} {held} of {view.span} elements{twice} {of}")
+            raise ValueError(f"{who} {different} of {view.span} elements, {held - different} of them twice, {of}")
     return unit
 
 
