@@ -73,6 +73,18 @@ def _fields(struct: Any) -> list[Any]:
     return [types.SimpleNamespace(name=name) for name in struct.__struct_fields__]
 
 
+async def flush_cache(tokenizer_manager: Any, **options: Any) -> bool:
+    """Has SGLang flush its prefix cache; True if all schedulers have. With DP attention there are several, and its own
+    call looks at the answer that comes first."""
+    if tokenizer_manager.server_args.dp_size == 1:
+        return bool(getattr(await tokenizer_manager.flush_cache(**options), "success", True))
+    from sglang.srt.managers.io_struct import FlushCacheReqInput
+
+    tokenizer_manager.auto_create_handle_loop()
+    answers = await tokenizer_manager.flush_cache_communicator(FlushCacheReqInput(**options))
+    return all(answer.success for answer in answers)
+
+
 async def answering(tokenizer_manager: Any) -> bool:
     """True if SGLang has requests that it has not answered to the end, by the lock that its own pause looks at."""
     return bool(await tokenizer_manager.model_update_lock.is_locked())

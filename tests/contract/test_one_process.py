@@ -87,7 +87,7 @@ class Source(ParameterSource):
 class TokenizerManager:
     """Answers as SGLang's does; a load runs in a thread, as it would in the scheduler."""
 
-    server_args = SimpleNamespace(tp_size=1)
+    server_args = SimpleNamespace(tp_size=1, dp_size=1)
     _update_weight_version_if_provided = print
 
     def __init__(self, model: Model) -> None:

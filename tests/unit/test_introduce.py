@@ -10,6 +10,7 @@ from receiving import BF16, Sender, Tensors, Weights, map_of
 
 from verl_sync_plugin.engine.introduce import is_turned
 from verl_sync_plugin.layout.load_map import Box, LoadMap, Move, unwritten, wire_dtypes
+from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 
 FP32, LENGTH = torch.float32, 64
 HALF = LENGTH // 2
@@ -104,6 +105,69 @@ def test_left_to_the_model(load: Load, left: dict[str, str], missing: list[str],
     assert len(maps) == 1
     assert receiver.map.own_load and left_of(receiver.map) == left and not receiver.map.constants
     assert [kept.name for kept, *_ in unwritten(receiver.map) if not kept.buffer] == missing
+
+
+class Deriving(Pair):
+    """Its load makes an attribute of a parameter, another each time, as SGLang's KimiLinear does."""
+
+    def load_weights(self, weights: Weights) -> None:
+        super().load_weights(weights)
+        self.post_load_weights()
+
+    def post_load_weights(self) -> None:
+        self.made = self.a.data.view(8, -1).T.contiguous().T + 1
+
+
+@pytest.mark.parametrize("derives", [True, False])
+def test_what_a_load_makes_lies_where_graphs_read_it(derives: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not derives:  # a load that cannot be derived from alone
+        monkeypatch.setattr(SGLangModel, "can_derive", False)
+    model, sender = Deriving(each(own)), Sender([("a",), ("b",)], (LENGTH,))
+    model.post_load_weights()
+    receiver, captured = sender.receiver(model), model.made
+    for seed in range(3):
+        sent = sender.train(seed)
+        sender.staged(receiver)
+        assert receiver.map.derives == derives and bool(receiver.map.own_load) != derives
+        assert model.made.data_ptr() == captured.data_ptr() and torch.equal(captured.reshape(-1), sent["a"] + 1)
+
+
+class Folding(Pair):
+    """Folds a parameter into a buffer in its first forward, as SGLang's Gemma 4 does since 0.5.13, and keeps what it
+    makes of one by the size of an image, as its PaddleOCR-VL does since 0.5.20."""
+
+    _scale_fused = False
+
+    def fuse_scale(self) -> None:
+        self.one_more.copy_(self.a * 2)
+        self._scale_fused = True
+
+    def forward(self, size: int) -> torch.Tensor:
+        if not self._scale_fused:
+            self.fuse_scale()
+        self.cache_position_count[size] = 1
+        return self.one_more[:size] + self.cache_position_embedding.setdefault(size, self.b[:size].clone())
+
+
+def test_what_forwards_keep_is_made_again_of_what_is_sent() -> None:
+    model, sender = Folding(each(own), one_more=torch.zeros(LENGTH, dtype=BF16)), Sender([("a",), ("b",)], (LENGTH,))
+    model.__dict__.update(cache_position_embedding={}, cache_position_count={})
+    receiver = sender.receiver(model)
+    for seed in range(3):
+        sent = sender.train(seed)
+        sender.staged(receiver)
+        assert torch.equal(model(HALF), sent["a"][:HALF] * 2 + sent["b"][:HALF])
+
+
+def test_an_attribute_that_a_load_makes_larger_is_refused() -> None:
+    def load(model: Any, name: str, tensor: torch.Tensor) -> None:
+        own(model, name, tensor)
+        model.made = torch.zeros(len(model.made) + 1)
+
+    model = Pair(each(load))
+    model.made = torch.zeros(1)  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="a load gives made another shape or dtype"):
+        found_of(model)
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,10 @@ REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
     *((f"+{SGL}.{key}={value}", f"sglang.{key}={value!r}: ", "Remove it") for key, value in (
         ("hicache_storage_backend", "file"), ("enable_lmcache", True), ("nnodes", 2), ("encoder_only", True),
         ("weight_cache_mode", "client"), ("elastic_ep_backend", "mooncake"), ("language_only", True),
-        ("enable_elastic_expert_backup", True))),
+        ("enable_elastic_expert_backup", True), ("radix_cache_backend", "flexkv"), ("enable_flexkv", True),
+        ("enable_unified_cache_external_linker", True))),
+    *((f"+{SGL}.{key}=True", f"sglang.{key}=True: SGLang keeps copies of weights", "False")
+      for key in ("dcp_replicate_q_proj", "enable_cp_decode_attn_tp")),
     *((f"+{SGL}.{key}={value}", f"sglang.{key}={value!r}: weight sync cannot serve it", "enabled=False")
       for key, value in UNSERVED.items()),
     # DP attention leaves the number of ranks what it is, where it divides them
@@ -130,7 +133,7 @@ def test_what_serves_is_not_refused() -> None:
     sglang = {
         "dp_size": 2, "enable_dp_attention": True, "torchao_config": "''", "cpu_offload_gb": 0, "pp_size": 1,
         "quantization": "null", "kv_cache_dtype": "fp8_e5m2", "ep_size": 4, "weight_cache_mode": "off",
-        "moe_runner_backend": "triton", "disaggregation_mode": "'null'",
+        "moe_runner_backend": "triton", "disaggregation_mode": "'null'", "dcp_replicate_q_proj": False,
     }  # fmt: skip
     others = {
         "tensor_model_parallel_size": 2, "data_parallel_size": 2, "dtype": "half", "expert_parallel_size": 4,

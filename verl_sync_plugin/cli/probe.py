@@ -144,6 +144,7 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
     """Judges a run with these overrides as its driver and its workers do; ``line`` says who moves the weights."""
     import hydra
     from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import OmegaConf
     from verl.utils.config import omega_conf_to_dataclass
 
     from verl_sync_plugin.config.hydra_source import verl_configs
@@ -162,9 +163,14 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
         GlobalHydra.instance().clear()
         with hydra.initialize_config_dir(str(verl_configs()), job_name=program, version_base=None):  # as verl
             config = hydra.compose(name, overrides)
+        turned_off = OmegaConf.select(config, f"{KEY_PREFIX}.enabled") is False
         line = apply_keys(config, overrides, program)
-        if line.startswith(OFF):
+        if line.startswith(OFF) and turned_off:
             found = [warning(check, line, f"leave out {KEY_PREFIX}.enabled=False for the plugin to move them")]
+        elif line == OFF:
+            found = [ok(check, f"{line}, as without the plugin: this run has none that the plugin moves")]
+        elif line.startswith(OFF):
+            found = [warning(check, line, "leave these keys out, which have no effect in this run")]
         elif line.startswith(NOT_IN_USE):
             found = [problem(check, line, "leave that key out, or use another value, for the plugin to move them")]
         elif not line:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -75,22 +75,47 @@ class Storages:
                     of_storage.setdefault(box, StateTensor(name, dtype_name(tensor.dtype), box, name not in parameters))
         self._number = {key: number for number, key in enumerate(names)}
         self.table = tuple(Storage(name, tuple(found[key].values())) for key, name in names.items())
-        self._module = module
         self.flats = [flat_storage(tensors[key]) for key in names]
 
     def of(self, tensor: torch.Tensor) -> int | None:
         """The number of the storage that a tensor lies in."""
         return self._number.get(storage_of(tensor))
 
-    def refresh(self) -> None:
-        """After a load: what it lays out otherwise every time lies elsewhere."""
-        now = dict(model_tensors(self._module))
-        self.flats = [flat_storage(now[storage.name]) for storage in self.table]
+
+class Places:
+    """Where a model's tensors lie, and tensors that its modules keep as attributes, of which a load computes some: CUDA
+    graphs read them there."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        weights = {storage_of(parameter) for parameter in module.parameters()}
+        self._first: list[tuple[dict[str, Any], str, torch.Tensor]] = [
+            (owned, key, tensor.detach())
+            for each in module.modules()
+            for owned in (each._parameters, each._buffers, vars(each))
+            for key, tensor in owned.items()
+            # A view of a parameter is what that is
+            if isinstance(tensor, torch.Tensor) and (owned is each._parameters or storage_of(tensor) not in weights)
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts back what a load has put elsewhere. Raises ValueError for what has another shape or dtype there."""
+        for owned, key, first in self._first:
+            now = owned.get(key)
+            if now is None or now.is_meta or now.data_ptr() == first.data_ptr():
+                continue
+            if (now.shape, now.dtype) != (first.shape, first.dtype):
+                raise ValueError(f"a load gives {key} another shape or dtype, and CUDA graphs read the earlier one")
+            first.copy_(now)
+            if isinstance(now, torch.nn.Parameter):
+                now.data = first
+            else:
+                owned[key] = first
 
 
 def introduce(
     model: EngineModel, sources: Sequence[SentTensor], owners: Mapping[str, str], device: torch.device
-) -> tuple[LoadMap, Storages, frozenset[str]]:
+) -> tuple[LoadMap, Storages]:
     """Finds a model's map. Overwrites parameters with marks, so a sync has to follow.
 
     Args:
@@ -100,7 +125,7 @@ def introduce(
         device: where the model is.
 
     Returns:
-        The map, the model's storages, and the names of tensors that a load of the model may put elsewhere.
+        The map, and the model's storages.
 
     Raises:
         ValueError: the load cannot be recorded.
@@ -141,32 +166,33 @@ class _Introduction:
         self._unplaced: dict[str, str] = {}
 
     @torch.no_grad()
-    def run(self) -> tuple[LoadMap, Storages, frozenset[str]]:
+    def run(self) -> tuple[LoadMap, Storages]:
         model = self._model
-        # Keeps old tensors alive: else what a load allocates takes the identity of what it replaces
-        alive = dict(model_tensors(model.module))
-        before, storages = _lies(model.module), {name: storage_of(tensor) for name, tensor in alive.items()}
+        # Also keeps them alive: else what a load allocates takes the identity of what it replaces
+        self._places = Places(model.module)
+        before, storages = _lies(model.module), {name: storage_of(each) for name, each in model_tensors(model.module)}
         refreshed = {storage_of(copy): storage_of(weight) for weight, copy in model.refreshed}
         recording = record(model, self._sources)
         known = [w for w in recording.writes if w.name or w.source is not None or storage_of(w.target) not in refreshed]
         recording.writes = known
-        unfixed = _moved(before, _lies(model.module))
+        moved = _moved(before, _lies(model.module))
+        self._places.restore()
         self._storages = Storages(model.module)
-        odd = {storages[name]: f"its load lays {name} out again" for name in unfixed if name in storages}
+        odd = {storages[name]: f"its load lays {name} out again" for name in moved if name in storages}
         if not model.can_derive:
             odd |= dict.fromkeys(recording.computed_from.difference(refreshed.values()), "its load computes from it")
         self._propose(recording, odd)
-        self._prove(unfixed)
+        self._prove(moved)
         self._add_constants()
         own = next((f"{name} {why}" for name, why in self._not_copied.items()), self._own_load)
         found = LoadMap(
             f"{model.engine}'s {model.name}", self._storages.table, tuple(self._moves), tuple(self._constants),
-            own, self._leftovers(recording), self._theirs(unfixed) if own else (),
+            own, self._leftovers(recording), self._theirs(moved) if own else (),
             tuple((number, why) for name, number in self._numbers.items() if (why := model.why_skipped(name))),
             tuple((self._numbers[name], why) for name, why in self._unplaced.items()),
             bool(recording.computed_from) and model.can_derive,
         )  # fmt: skip
-        return found, self._storages, frozenset(unfixed)
+        return found, self._storages
 
     # ---------------------------------------------------------------------------------------------- what is proposed
     def _propose(self, recording: Recording, odd: Mapping[int, str]) -> None:
@@ -211,7 +237,7 @@ class _Introduction:
         return f"is kept on {device}, not on {self._device}" if device != self._device else ""
 
     # ------------------------------------------------------------------------------------------------ what is proven
-    def _prove(self, unfixed: set[str]) -> None:
+    def _prove(self, moved: set[str]) -> None:
         """Has the model load marks. Raises ValueError where it does not do what was recorded."""
         model, flats = self._model, self._storages.flats
         lies, given = _lies(model.module), _Hashes(self._moves, self._by_number, self._device)
@@ -225,10 +251,9 @@ class _Introduction:
             given.note(marks)
             model.load_weights(iter([(mark.name, mark.tensor) for mark in marks]))
             del marks  # or two chunks would be there at a time
-        if more := _moved(lies, _lies(model.module)) - unfixed:
+        if more := _moved(lies, _lies(model.module)) - moved:
             raise self._other(f"lays {min(more)} out again with real tensors, and did not without them")
-        self._storages.refresh()
-        flats = self._storages.flats
+        self._places.restore()
         for storage, spans in unproven:
             parts = (flats[storage][first:end] for first, end in spans.tolist())
             if len(spans) and all(part.amin() == part.amax() == POISON for part in parts):
@@ -258,13 +283,13 @@ class _Introduction:
                 span = box_spans(box_between(tensor, tensor), False, tensor.element_size())
                 self._constants.append(Constant(storage, pairs_of(spans_of([span])), bits))
 
-    def _theirs(self, unfixed: set[str]) -> tuple[tuple[int, Pairs], ...]:
+    def _theirs(self, moved: set[str]) -> tuple[tuple[int, Pairs], ...]:
         """All that the model's own load writes."""
         found: dict[int, list[np.ndarray]] = {}
         for each in self._writes:
             found.setdefault(each.storage, []).append(each.spans)
         for number, storage in enumerate(self._storages.table):
-            again = [box_spans(t.box, False, size_of(t.dtype)) for t in storage.tensors if t.name in unfixed]
+            again = [box_spans(t.box, False, size_of(t.dtype)) for t in storage.tensors if t.name in moved]
             found.setdefault(number, []).extend(again)
         return tuple((number, pairs_of(spans_of(parts))) for number, parts in found.items())
 

@@ -18,7 +18,16 @@ import torch
 from verl_sync_plugin.copies.copier import BucketMemory, Copier, Memory, Prepared
 from verl_sync_plugin.copies.plain import Block
 from verl_sync_plugin.copies.table import QuantizeTable, Rectangle
-from verl_sync_plugin.engine.introduce import Storages, in_box, introduce, is_turned, kept_in_fp8, memory_of, unturned
+from verl_sync_plugin.engine.introduce import (
+    Places,
+    Storages,
+    in_box,
+    introduce,
+    is_turned,
+    kept_in_fp8,
+    memory_of,
+    unturned,
+)
 from verl_sync_plugin.engine.model import EngineModel, FusedPairs, partner_of
 from verl_sync_plugin.engine.recorder import SentTensor, model_tensors
 from verl_sync_plugin.layout.load_map import (
@@ -44,27 +53,14 @@ class LayoutKey:
     """The places of a model's parameters and buffers, and what the engine adds to that. ``param.data = tensor`` makes
     no operation, so this is compared at every sync; the walk over modules is done again only where one was replaced."""
 
-    def __init__(self, model: EngineModel, unfixed: frozenset[str] = frozenset()) -> None:
-        """``unfixed``: names of tensors that every load may lay out otherwise."""
-        self._model, self._unfixed = model, unfixed
+    def __init__(self, model: EngineModel) -> None:
+        self._model = model
         self._walk()
 
     def _walk(self) -> None:
-        named = list(self._model.module.named_modules(remove_duplicate=False))
-        self._modules = list({id(module): module for _, module in named}.values())
+        self._modules = list(self._model.module.modules())
         self._children = self._children_now()
-        unfixed = {
-            (id(owned), key)
-            for prefix, module in named
-            for owned in (module._parameters, module._buffers)
-            for key in owned
-            if (f"{prefix}.{key}" if prefix else key) in self._unfixed
-        }
-        self._owned = [
-            (owned, frozenset(key for key in owned if (id(owned), key) in unfixed))
-            for module in self._modules
-            for owned in (module._parameters, module._buffers)
-        ]
+        self._owned = [owned for module in self._modules for owned in (module._parameters, module._buffers)]
 
     def _children_now(self) -> list[object]:
         return [child for module in self._modules for child in module._modules.values()]
@@ -77,9 +73,9 @@ class LayoutKey:
             self._walk()
         tensors = tuple(
             (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-            for owned, unfixed in self._owned
-            for key, tensor in owned.items()
-            if tensor is not None and key not in unfixed
+            for owned in self._owned
+            for tensor in owned.values()
+            if tensor is not None
         )
         return (self._model.layout_token(), *tensors)
 
@@ -117,11 +113,12 @@ class ModelLoad:
         self._owners = owners_of(manifest.buckets)
         model.sent = frozenset(self._names)
         self.map, self._storages, self._key = LoadMap(), Storages(model.module), LayoutKey(model)
+        self._places = Places(model.module)
         self._layout: Layout | None = None
         self._now: Layout | None = None
         self.replayed = 0
         if before is not None and before._shapes() == self._shapes():
-            self.map, self._storages = before.map, before._storages
+            self.map, self._storages, self._places = before.map, before._storages, before._places
             self._key, self._layout = before._key, before._layout
         self._compiled = False
         self._live: tuple[tuple[str, ...], Memory, tuple[Prepared, Prepared], list[QuantizeTable]] | None = None
@@ -151,13 +148,16 @@ class ModelLoad:
     def _introduce(self) -> None:
         numbers = self._numbers
         owners = {name: self._names[self._owners[number]] for name, number in numbers.items()}
+        self._places = Places(self._model.module)
         sources = [SentTensor.of(entry) for entry in self._entries.values()]
-        if in_fp8 := kept_in_fp8(self._model, sources):
+        in_fp8 = kept_in_fp8(self._model, sources)
+        self._places.restore()
+        if in_fp8:
             rows, columns = self._model.fp8_block
-            self.map, unfixed = LoadMap(fp8=tuple((numbers[name], rows, columns) for name in in_fp8)), frozenset[str]()
+            self.map = LoadMap(fp8=tuple((numbers[name], rows, columns) for name in in_fp8))
         else:
-            self.map, self._storages, unfixed = introduce(self._model, sources, owners, self.device)
-        self._key = LayoutKey(self._model, unfixed)
+            self.map, self._storages = introduce(self._model, sources, owners, self.device)
+        self._key = LayoutKey(self._model)
         self._layout, self._compiled = self._key.now(), False
 
     @property
@@ -340,9 +340,9 @@ class ModelLoad:
         self._assembler.finish()
         if self.map.derives and not self.map.own_load:  # an own load has derived by itself
             self._model.derive_after_load()
+        if self.map.derives or self.map.own_load:
+            self._places.restore()
         self._model.refresh_copies()
-        if self.map.own_load:
-            self._storages.refresh()
 
     # ----------------------------------------------------------------------------------------------- what is reported
     def sums(self) -> bytes:

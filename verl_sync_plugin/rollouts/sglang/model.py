@@ -20,7 +20,8 @@ EMBEDDING = re.compile(r"(?:[a-z_]+\.)*embed_tokens\.weight")
 HEAD = "lm_head.weight"
 # CUDA graphs read these where they first lay. A norm's weight of Gemma and Qwen3-Next plus one, which in SGLang 0.5.12
 # every load puts elsewhere; and what a router makes in its first forward: GLM of its weight (0.5.12 to 0.5.14,
-# sgl-project/sglang#35883), Gemma 4 of its scale. Without them a sync leaves the routing as it was
+# sgl-project/sglang#35883), Gemma 4 of its scale, later releases by ``fuse_scale``. Without them a sync leaves the
+# routing as it was
 NORM_COPY = "gemma_weight"
 ROUTER_COPIES: dict[str, Callable[[Any], torch.Tensor]] = {
     "_weight_fp32": lambda router: router.weight,
@@ -51,7 +52,8 @@ class SGLangModel(EngineModel):
     # weight stale without a word (the first of a pair waits for the second)
     fused_pairs = tuple((f"q_a_proj.{kind}", f"kv_a_proj_with_mqa.{kind}") for kind in ("weight", "weight_scale_inv"))
     plain_layout = (
-        f"If these are experts, set +{ARGUMENTS}.moe_runner_backend=triton; else {TURN_OFF}, which does not notice."
+        f"If these are experts, set +{ARGUMENTS}.moe_runner_backend=triton, and do not set "
+        f"SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED; else {TURN_OFF}, which does not notice."
     )
 
     def __init__(self, module: Any, tp_rank: int) -> None:
@@ -116,6 +118,12 @@ class SGLangModel(EngineModel):
         for module, name in self._routers:
             if (copy := getattr(module, name)) is not None:  # not before the first forward
                 copy.copy_(ROUTER_COPIES[name](module))
+        for module in self._model.modules():
+            if getattr(module, "_scale_fused", False):
+                module.fuse_scale()
+            if seen := getattr(module, "cache_position_embedding", None):  # PaddleOCR-VL's, by the size of an image
+                seen.clear()
+                module.cache_position_count.clear()
         for module, first in self._norms:
             module._buffers[NORM_COPY] = torch.add(module.weight, 1.0, out=first)
 

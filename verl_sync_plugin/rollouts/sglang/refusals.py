@@ -37,20 +37,26 @@ def but(*values: Any) -> Callable[[Any], bool]:
 
 UNSERVED = "weight sync cannot serve it; {remedy}"  # parameters are not the model's plain weights, or lie elsewhere
 _OUTLIVES = "SGLang does not flush that cache, so what was computed with earlier weights outlives a sync. Remove it"
+_COPIES = "SGLang keeps copies of weights that no update reaches, stock verl's neither. Set it to False"
 _REORDERS = "weight sync cannot serve it, for it reorders experts; set {where}.moe_runner_backend=triton, or {remedy}"
 _SHARED = "SGLang ends when weights that it shares are released or updated. Remove it"
 _AT_FIRST = "from the checkpoint that it started with. Remove it"
 # Arguments of SGLang 0.5.12 and later (``ServerArgs``) that cannot be synced
 REFUSED: Rows = {
-    **dict.fromkeys(("quantization", "modelopt_quant", "rl_quant_profile", "kt_weight_path"), (only(None), UNSERVED)),
+    "quantization": (only(None, "unquant"), UNSERVED),
+    **dict.fromkeys(("modelopt_quant", "rl_quant_profile", "kt_weight_path"), (only(None), UNSERVED)),
     **dict.fromkeys(("quantize_and_serve", "cpu_offload_gb"), (only(None, False, 0), UNSERVED)),
     "torchao_config": (only(None, ""), UNSERVED),
     "offload_group_size": (only(None, -1, 0), UNSERVED),
-    "pp_size": (only(None, 1), UNSERVED),
+    **dict.fromkeys(("pp_size", "dwdp_size"), (only(None, 1), UNSERVED)),
+    # Decoding reads copies of shards that are made once
+    **dict.fromkeys(("dcp_replicate_q_proj", "enable_cp_decode_attn_tp"), (only(None, False), _COPIES)),
     "disaggregation_mode": (only(None, "null"), UNSERVED),
-    # ``reset`` of its HiRadixCache and LMCRadixCache leaves them
-    "hicache_storage_backend": (only(None), _OUTLIVES),
-    "enable_lmcache": (only(None, False), _OUTLIVES),
+    # ``reset`` of these leaves what is stored elsewhere
+    **dict.fromkeys(("hicache_storage_backend", "radix_cache_backend"), (only(None), _OUTLIVES)),
+    **dict.fromkeys(
+        ("enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker"), (only(None, False), _OUTLIVES)
+    ),
     # Something else than a sync writes weights, or nothing may write them
     "elastic_ep_backend": (only(None), f"SGLang loads experts of a lost rank {_AT_FIRST}"),
     "enable_elastic_expert_backup": (only(None, False), f"SGLang loads experts {_AT_FIRST}"),

@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import CheckWeightsReqInput, GenerateReqInput
 
+from verl_sync_plugin import compat
 from verl_sync_plugin.rollouts import process
 from verl_sync_plugin.rollouts.sglang import DIGEST_LOADER
 from verl_sync_plugin.rollouts.sglang.refusals import AT_LAUNCH, refuse_arguments
@@ -31,11 +32,9 @@ class ScriptServer(WeightUpdates):
         self.expect_updates(timeout_seconds, random_weights)
 
     async def _release(self, tags: list[str]) -> None:
-        if not self._asleep:
-            # SGLang answers a request a moment before it is idle, and ends itself when asked to release before that
-            flushed = await self.tokenizer_manager.flush_cache(timeout_s=IDLE_SECONDS)
-            if not flushed.success:
-                raise RuntimeError(f"the engine still generates: {flushed.message}")
+        # SGLang answers a request a moment before it is idle, and ends itself when asked to release before that
+        if not (self._asleep or await compat.flush_cache(self.tokenizer_manager, timeout_s=IDLE_SECONDS)):
+            raise RuntimeError(f"the engine still generates, {IDLE_SECONDS:g} s after it was to end")
         await super()._release(tags)
 
     async def generate(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[Answered]:

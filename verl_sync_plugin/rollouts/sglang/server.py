@@ -247,7 +247,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
             raise RuntimeError(f"{late}, and {why}")
         # Until it does not count an answered request as running any more
         deadline = time.monotonic() + IDLE_SECONDS
-        while not getattr(await self.tokenizer_manager.flush_cache(), "success", True):
+        while not await compat.flush_cache(self.tokenizer_manager):
             if time.monotonic() > deadline:
                 raise RuntimeError("SGLang could not flush its cache: requests are still running")
             await asyncio.sleep(0.01)

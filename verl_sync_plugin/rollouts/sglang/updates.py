@@ -37,7 +37,7 @@ class WeightUpdates:
         self.occupation = Occupation("SGLang", timeout_seconds, self._gate.memory)
         self._sleep_seconds = 0.0
         self._version: str | None = None
-        self._flushing: asyncio.Future[Any] | None = None
+        self._flushing: asyncio.Future[bool] | None = None
 
     async def begin_load(self) -> None:
         """A load starts: the gate closes."""
@@ -65,8 +65,7 @@ class WeightUpdates:
         under_way, self._flushing = self._flushing, None
         if self._asleep or self.keeps_requests:  # SGLang flushes nothing while it has requests
             return
-        flushed = await (under_way or self.tokenizer_manager.flush_cache())
-        if not getattr(flushed, "success", True):
+        if not await (under_way or compat.flush_cache(self.tokenizer_manager)):
             raise RuntimeError("SGLang could not flush its cache after the weight sync: requests are running")
 
     async def load_weights(self, request: tuple[Any, ...], weight_version: str | None) -> float:
@@ -114,7 +113,7 @@ class WeightUpdates:
         """Has SGLang flush its prefix cache as soon as the load under way has ended, for ``finish_sync`` to find."""
         # Flushing while the KV cache is paused crashes SGLang (sglang #19029)
         if not (self._asleep or self.keeps_requests):
-            self._flushing = asyncio.ensure_future(self.tokenizer_manager.flush_cache())
+            self._flushing = asyncio.ensure_future(compat.flush_cache(self.tokenizer_manager))
 
     async def finish_sync(self, tags: list[str]) -> None:
         """Ends a committed sync: resumes ``tags``, flushes the prefix cache once, allows generation again. Raises
