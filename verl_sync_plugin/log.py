@@ -6,12 +6,14 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 
 def say(text: str) -> None:
-    """Prints one line that names the process it comes from."""
-    print(f"[verl-sync-plugin] pid {os.getpid()} {text}", flush=True)
+    """Prints one line that names the process it comes from. A line that cannot be printed ends nothing."""
+    with suppress(OSError, ValueError):
+        print(f"[verl-sync-plugin] pid {os.getpid()} {text}", flush=True)
 
 
 def some(names: Sequence[str], most: int = 5) -> str:

@@ -35,8 +35,8 @@ ACTIVE = "sync/active"  # the metric that stock verl never has: 1 in every step 
 METRICS: dict[Callable[[Iterator[float]], float], tuple[str, ...]] = {
     sum: ("bytes",),
     max: (
-        "buckets", "bucket_bytes", "tensors", "weight_version", "emptied_caches", "released_bytes", "peak_device_bytes",
-        "peak_host_bytes", "coverage_expected", "coverage_missing", "activation_bytes", "not_comparable",
+        "buckets", "bucket_bytes", "tensors", "weight_version", "emptied_caches", "released_bytes", "peak_host_bytes",
+        "coverage_expected", "coverage_missing", "activation_bytes", "not_comparable",
     ),
     min: ("gigabytes_per_second", "in_place", "verified_tensors", "replayed_tensors"),
 }  # fmt: skip

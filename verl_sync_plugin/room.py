@@ -20,6 +20,7 @@ of it goes; handing back a part made no training step faster. Why that is safe:
 from __future__ import annotations
 
 import gc
+import os
 import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -27,7 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_sync_plugin.report import SyncReport
+from verl_sync_plugin.report import REPORT_FILE_VARIABLE, SyncReport
 
 LEARNING_SYNCS = 2
 RESERVE_SHARE = 5
@@ -131,15 +132,17 @@ def measured(
         return int(torch.cuda.memory_stats_as_nested_dict().get("allocated_bytes", {}).get("all", {}).get(which, 0))
 
     cuda, host, before = device.type == "cuda", resident(), 0
+    counts = cuda and REPORT_FILE_VARIABLE in os.environ  # verl's perf/max_memory_allocated_gb starts over with that
     with attempt():
-        if cuda:
+        if counts:
             torch.cuda.reset_peak_memory_stats()
             before = allocated("current")
     yield
     with attempt():
         report.peak_host_bytes = max(report.peak_host_bytes, resident() - host)
-        if cuda:
+        if counts:
             report.peak_device_bytes = max(report.peak_device_bytes, allocated("peak") - before)
+        if cuda:
             report.origin["device"] = torch.cuda.get_device_name()
 
 

@@ -68,7 +68,7 @@ class Comparison:
     ) -> None:
         self._config, self._agreement = config, agreement
         self._ranks, self._real = tuple(ranks), real_weights
-        self._known = ""  # digest of the plan of which all ranks know the maps
+        self._known = ""  # digest of the plan of which all ranks know the maps, as far as this rank has heard
         self._maps: dict[str, LoadMap] = {}  # by digest
         self._said = set[str]()
         self.map: LoadMap | None = None
@@ -78,47 +78,35 @@ class Comparison:
         self.blocks: dict[str, tuple[int, int]] = {}
 
     def knows(self, plan: Plan) -> bool:
-        """True if the maps for a plan are known; the same on all ranks."""
+        """True if the maps for a plan are known. Ranks may differ, after a failure."""
         return plan.digest == self._known
 
-    def note(self, found: LoadMap | None) -> bool:
-        """Keeps what an engine rank says; returns whether that was anything."""
-        self.map = found or self.map
-        return found is not None
+    def note(self, found: LoadMap) -> None:
+        """Keeps what this rank's engine rank says."""
+        self.map, self._known = found, ""
 
-    def forget(self) -> None:
-        """After a sync that was given up: has the engine ranks say again what they do."""
-        self._known = ""
-
-    def learn(self, plan: Plan, loaded: bool) -> dict[str, str]:
+    def learn(self, plan: Plan) -> dict[str, str]:
         """Collective: exchanges the maps, and raises SyncError, with the same text on every rank, for a plan of which
-        bytes are used by no rank of an engine, or that leaves a parameter unwritten. ``loaded``: it has loaded the
-        plan, and must know by now what it uses. Returns ``wire_dtypes``, the same on every rank."""
+        bytes are used by no rank of an engine, or that leaves a parameter unwritten. Returns ``wire_dtypes``, the same
+        on every rank. A plan of which the engine wants some in fp8 stays unknown."""
         self._known = ""
         digests = self._exchange()
         maps = [self._maps[digest] for digest in digests if digest]
-        known = all(digests[rank] for rank in self._agreement.ranks.rollouts)
         names = list(numbers_of(bucket.entries for bucket in plan.buckets))
         if blocks := {names[number]: (rows, columns) for each in maps for number, rows, columns in each.fp8}:
-            if loaded:
-                text = f"the engine keeps {next(iter(blocks))} in fp8, and this trainer does not quantize"
-                raise SyncError(f"weight sync failed: {text}. Remove actor_rollout_ref.rollout.quantization=fp8.")
             self.blocks |= blocks
             return {}
         with self._agreement.attempt():
             tensors = _Tensors(plan)
-            if loaded and not known:
-                raise RuntimeError("the engine did not tell which of the tensors sent it uses")
-            if self._ranks and known:
+            if self._ranks:
                 self._refuse(tensors, [self._maps[digests[rank]] for rank in self._ranks])
         self._agreement.settle("checking what the engine uses")
-        if known:
-            with self._agreement.attempt():
-                self._weigh(plan, tensors, digests)
-                self._known = plan.digest
-                if self._agreement.ranks.rank == 0 and self._config.verify != "never":
-                    self._say_what_is_compared(maps[0])
-            self._agreement.settle("weighing what the engine holds")
+        with self._agreement.attempt():
+            self._weigh(plan, tensors, digests)
+            if self._agreement.ranks.rank == 0 and self._config.verify != "never":
+                self._say_what_is_compared(maps[0])
+        self._agreement.settle("weighing what the engine holds")
+        self._known = plan.digest
         return wire_dtypes(tensors.names, maps)
 
     def _exchange(self) -> list[str]:
@@ -344,6 +332,7 @@ class Cadence:
             return ended % self._verify == 0
         return self._verify == "always" or (self._verify == "first" and ended < FIRST_SYNCS)
 
-    def note(self, digest: str, new: bool = False) -> None:
-        """Counts a sync of a plan that has ended well; from a ``new`` load map on, those are the first again."""
-        self._ended[digest] = 0 if new else self._ended.get(digest, 0) + 1
+    def note(self, digest: str, restarts: bool = False) -> None:
+        """Counts a sync of a plan that has ended well; it ``restarts`` after one that was loaded by a new load map, and
+        was not verified."""
+        self._ended[digest] = 0 if restarts else self._ended.get(digest, 0) + 1

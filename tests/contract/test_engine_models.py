@@ -4,9 +4,11 @@
 import copy
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ from contract.sglang_models import weights_of
 from contract.sources import raised_alike
 from contract.wire import Wire
 from verl_sync_plugin.errors import SyncError
-from verl_sync_plugin.verify import DERIVED
+from verl_sync_plugin.sync import manager
+from verl_sync_plugin.verify import DERIVED, Comparison
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_processes")]
 HELD = "do not hold what was sent of"
@@ -68,6 +71,27 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     for kind in ("qwen2", "qwen2-tied", "qwen3-moe", "deepseek-v3"):
         every_flipped_bit_is_found(kind, models.start(tmp_path, kind))
     a_router_bias_kept_in_fp32_is_compared(models.start(tmp_path, "deepseek-v3"))
+
+
+@on_ranks(2, timeout=500)
+@torch.no_grad()
+def test_a_sync_that_fails_while_maps_are_exchanged_can_be_run_again(tmp_path: Path) -> None:
+    wire = Wire(models.build(models.start(tmp_path, "qwen2")))
+    late = MemoryError() if dist.get_rank() else None
+    with mock.patch.object(Comparison, "_weigh", side_effect=late), pytest.raises(SyncError, match="rank 1: MemoryErr"):
+        wire.sync(weights_of("qwen2", 0))
+    for seed in (1, 2):
+        assert wire.sync(weights_of("qwen2", seed)).verified_tensors > 0
+
+
+@on_ranks(2, timeout=60)
+@torch.no_grad()
+def test_a_rank_that_fails_alone_is_heard_at_once(tmp_path: Path) -> None:
+    """Outside of all that is agreed on, say where no thread can be started."""
+    wire, alone = Wire(models.build(models.start(tmp_path, "qwen2"))), dist.get_rank() == 0
+    failing = mock.patch.object(manager, "progress", side_effect=RuntimeError("no thread")) if alone else nullcontext()
+    with failing, pytest.raises(RuntimeError, match="no thread" if alone else "a rank died or did not reach"):
+        wire.sync(weights_of("qwen2", 0))
 
 
 # SGLang's own loader of Gemma's norms, then those of 0.5.13 and 0.5.23

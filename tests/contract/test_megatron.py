@@ -195,6 +195,26 @@ def test_a_model_whose_conversion_computes_goes_through_the_bridges_stream(check
             store = distributed_c10d._get_default_store()
             keys.append(sorted(key for key in store.list_keys() if "verl_sync_plugin" in key))
         assert len(keys[1]) == len(keys[2]) < 10 + len(keys[0]), f"meetings leave keys in the store: {keys[2]}"
+        twice_in_the_stream(engine)
+
+
+def twice_in_the_stream(engine: Any) -> None:
+    """A tensor that comes once more at the end, and the copy that the bridge makes of a tied embedding where a
+    checkpoint has both: neither has the stream learnt again."""
+    stock, opened, tied = engine.get_per_tensor_param, 0, engine.model_config.hf_config.tie_word_embeddings
+    reader = reader_of(engine)
+
+    def export(*given: Any, **more: Any) -> Any:
+        nonlocal opened
+        opened += 1
+        named = [(name, tensor.clone()) for name, tensor, *_ in stock(*given, **more)[0]]
+        name, first = named[0]
+        return iter([*named, *([("lm_head.weight", first.clone())] * tied), (name, first.clone())]), None
+
+    with mock.patch.object(engine, "get_per_tensor_param", export):
+        for _ in range(3):
+            synced(engine, reader, "StreamSource")
+    assert opened == 1 + 3, "learnt once"
 
 
 def failing_at(number: int) -> Any:

@@ -38,6 +38,18 @@ def test_importing_the_package_imports_no_torch(tmp_path: Path) -> None:
     assert run.returncode == 0 and "no attribute 'SpmdRolout'" in run.stdout, run.stderr[-2000:]
 
 
+@on_ranks(1)
+def test_a_state_dict_may_hold_a_tied_end_twice_and_is_staged() -> None:
+    """As ``full_tensor()`` makes it. What is freed after a sync is not mapped by the engine."""
+    end, config = torch.rand(8, 4), {"model_type": "qwen2", "tie_word_embeddings": True}
+    for head, sent in ((end, 1), (end.clone(), 1), (end + 1, 2)):
+        given = Given(config)
+        given.take({"model.embed_tokens.weight": end, "lm_head.weight": head})
+        source = open_source("", given, backend=SpmdShardingManager.backend)
+        assert len([shard for shard in source.shards() if shard.base.lengths]) == sent
+        assert not source.readable_in_place
+
+
 @pytest.mark.parametrize(
     ("ids", "sampling", "words"),
     [

@@ -84,6 +84,7 @@ def every_source(rollout: SpmdRollout) -> None:
     plain.lm_head = other.lm_head = model(5).lm_head
     serves(rollout, plain, other)
     serves(rollout, model(5).state_dict(), model(5))
+    serves(rollout, torch.compile(model(4)), model(4))
     serves(rollout, Made(model(6).state_dict()), model(6))
     cut = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in model(6).state_dict().items()}
     serves(rollout, cut, model(6))
@@ -154,6 +155,9 @@ def memory(rollout: SpmdRollout, source: torch.nn.Module, expected: torch.nn.Mod
     assert rollout.report is not None and "resume_weights" in rollout.report.stages
     assert rollout.report.staging_bytes > 0 == rollout._manager.sender.staging_bytes, "given back"
     rollout.resume_kv()
+    rollout.reset_weights()
+    assert "no synced weights: sync weights first" in raised_alike(RolloutError, rollout.generate, PROMPTS, GREEDY)
+    rollout.sync_weights(source)
     assert off(rollout.generate(PROMPTS, GREEDY), expected) < BOUND
 
 

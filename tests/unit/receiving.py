@@ -114,7 +114,7 @@ class Sender:
         ranks.trainers = tuple(range(WORLD))
         comparison = Comparison(SyncConfig(verify="never"), Agreement(10.0, ranks=ranks), ())
         comparison.note(load.map)
-        comparison.learn(self.plan, loaded=True)
+        comparison.learn(self.plan)
         sent = torch.stack([packer.sums() for packer in self._packers]).sum(0)
         comparison.compare(comparison.weighed(sent, Committed(sums=load.sums(), held=load.held()), True))
         names = list(numbers_of(load.manifest.buckets))

@@ -14,6 +14,7 @@ import torch
 from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.engine.load import ModelLoad, refuse_rearranged
 from verl_sync_plugin.engine.model import EngineModel
+from verl_sync_plugin.layout.load_map import LoadMap
 from verl_sync_plugin.transport.channel import Channel, ChannelTimeoutError
 from verl_sync_plugin.transport.memory import Live, Regions, decline_staging, open_peer_staging, open_staging, slot_of
 from verl_sync_plugin.transport.protocol import (
@@ -78,8 +79,7 @@ class ReceiverSession:
         device = self._stagings[hello.stagings[hello.place].key].device
         load = self._load_of(hello, channel, device, wait)
         load.begin()
-        if hello.asks_map:
-            channel.send(Ready(map=load.map))
+        channel.send(Ready(map=_unknown(hello, load)))
         running = Running(channel, device)
         message = running.receive(wait)
         while isinstance(message, Load):
@@ -121,10 +121,13 @@ class ReceiverSession:
         if load is not None:
             load.begin()
             obstacle = load.obstacle
-        known = tuple(live.key for live in self._lives) == hello.live
-        channel.send(Ready(refusal=obstacle, needs_details=not (known or obstacle)))
-        if obstacle or known:
-            return None if obstacle else load
+        if load is None or obstacle:
+            channel.send(Ready(refusal=obstacle))
+            return None
+        if tuple(live.key for live in self._lives) == hello.live:
+            channel.send(Ready(map=_unknown(hello, load)))
+            return load
+        channel.send(Ready(needs_details=True))
         self._lives = ()
         lives = _expect(Hello, channel.receive(wait)).lives
         try:
@@ -135,7 +138,7 @@ class ReceiverSession:
             channel.send(Ready(refusal=f"{type(error).__name__}: {error}"))
             return None
         self._lives = lives
-        channel.send(Ready())
+        channel.send(Ready(map=_unknown(hello, load)))
         return load
 
     def _forget_lives(self) -> None:
@@ -165,7 +168,6 @@ class ReceiverSession:
                 load.obstacle or ("" if self._maps else "an engine rank could not map them"),
                 self._take_activations(),
                 load.held() if hello.asks_hashes else None,
-                None if hello.asks_map or hello.map == load.map.digest else load.map,
             )
         )
 
@@ -215,9 +217,8 @@ class ReceiverSession:
         return True
 
     def _load_of(self, hello: Hello, channel: Channel, device: torch.device, wait: float) -> ModelLoad:
-        known = self._load is not None and hello.digest == self._digest
-        channel.send(Ready(needs_details=not known))
-        if self._load is None or not known:
+        if self._load is None or hello.digest != self._digest:
+            channel.send(Ready(needs_details=True))
             manifest = _expect(Hello, channel.receive(wait)).manifest
             if manifest is None:
                 raise ValueError("weight-sync protocol: a plan without its manifest")
@@ -267,6 +268,11 @@ class Running:
         now = time.perf_counter()
         started, self._idle_since = max(started, self._idle_since), now
         self._channel.send(Loaded(bucket, now - started, started))
+
+
+def _unknown(hello: Hello, load: ModelLoad) -> LoadMap | None:
+    """What the model does with the tensors, if the trainer rank does not know it."""
+    return None if hello.map == load.map.digest else load.map
 
 
 def _reserved_bytes() -> int:

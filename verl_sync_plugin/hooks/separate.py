@@ -118,13 +118,17 @@ class SyncCheckpointEngine(CheckpointEngine):
 
     def _make_manager(self, weights: ShardStream) -> SeparateTrainer:
         from verl_sync_plugin.sync.endpoint import RolloutEndpoint
+        from verl_sync_plugin.sync.manager import ShardingManager
         from verl_sync_plugin.sync.separate import SeparateTrainer
 
         assert self._membership.ranks is not None, "joined"
-        backend = get_sharding_manager(weights.trainer, self._rollout).backend
+        manager = get_sharding_manager(weights.trainer, self._rollout)
+        if manager.backend is None or manager.open_source is not ShardingManager.open_source:
+            why = "has no backend, or an open_source of its own, which separate rollouts do not call"
+            raise ValueError(f"{manager.__qualname__} {why}. Name a TrainerBackend, and override its open_source.")
         nobody = RolloutEndpoint(rollout_of(self._rollout), None)
         return SeparateTrainer(
-            backend, self._membership.ranks, self._membership.own, weights.engine, nobody, self._config,
+            manager.backend, self._membership.ranks, self._membership.own, weights.engine, nobody, self._config,
             self._bucket_bytes, trainer_device(), self._dtype,
         )  # fmt: skip
 

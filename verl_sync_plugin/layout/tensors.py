@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     import torch
 
 ALIGNMENT = 16  # bytes; lets any dtype be viewed in place and 16-byte loads be used
-_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # in names, by FSDP1 and activation checkpointing
+# In names, by FSDP1, activation checkpointing and ``torch.compile``
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 SCALE = "_scale_inv"  # after the name of a weight in fp8: its scales, as checkpoints name them
 NOTHING = Run(0, 0, 0)  # the share of a tensor of which a base holds no element
 
@@ -251,5 +252,5 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def clean_name(name: str) -> str:
-    """A module or parameter name without the segments that FSDP1 and activation checkpointing insert."""
+    """A module or parameter name without the segments that wrappers insert."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

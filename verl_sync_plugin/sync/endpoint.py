@@ -24,7 +24,7 @@ from verl_sync_plugin.sync.sender import BucketSender
 from verl_sync_plugin.sync.ways import WayRefusedError
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.channel import Channel, Listener
-from verl_sync_plugin.transport.protocol import LoadRequest, Ready
+from verl_sync_plugin.transport.protocol import LoadRequest
 
 if TYPE_CHECKING:
     from verl_sync_plugin.rollouts import Rollout
@@ -184,21 +184,21 @@ class EngineConnection:
                 request = LoadRequest(sync_id, addresses, self._seconds)
                 self.pending = self._endpoint.start_load(request, self._version)
 
-    async def connect(self, handshake: Callable[[], Ready]) -> Ready:
+    async def connect(self, handshake: Callable[[], str], news: Callable[[], bool]) -> bool:
         """Waits for the engine rank in rounds, so that one rank's failure ends the wait of all, and greets it on the
-        channel that the sender has adopted; collective. Returns the result of ``greet``, an empty one where this rank
-        has no engine rank. Raises SyncError where any rank's engine rank did not come, or failed, and
-        WayRefusedError where one cannot read other trainer ranks' memory; nothing was loaded then."""
+        channel that the sender has adopted; collective. ``handshake`` returns why the engine rank refuses the way.
+        Returns True if any rank has ``news`` then. Raises SyncError where any rank's engine rank did not come, or
+        failed, and WayRefusedError where one cannot read other trainer ranks' memory; nothing was loaded then."""
         seconds, name = self._seconds, self._endpoint.name
-        deadline, answer = time.monotonic() + seconds, Ready()
+        deadline, refusal = time.monotonic() + seconds, ""
         missing = bool(self._endpoint.ranks)  # the engine rank, where this rank has one
-        waiting, again, refused = 1, False, 0
+        waiting, again, refused, told = 1, False, 0, 0
         while waiting:
             with self._agreement.attempt():
                 if missing and not self._agreement.failed and (channel := self._accept()) is not None:
                     self._sender.use_channel(channel)
                     missing = False
-                    answer = handshake()
+                    refusal = handshake()
                 if (missing or again) and self.pending is not None and self.pending.done():
                     await self._endpoint.answered(self.pending)
                     raise RuntimeError(f"{name} accepted the update but its loader did not connect; see {name}'s log")
@@ -206,16 +206,16 @@ class EngineConnection:
                     raise TimeoutError(
                         f"the engine did not connect within {KEY_PREFIX}.timeout_seconds={seconds:g}; see {name}'s log"
                     )
-            votes = [int(missing), int(bool(answer.refusal))]
-            waiting, refused = self._agreement.vote("connecting to the engine", votes).tolist()
+            votes = [missing, bool(refusal), news()]
+            waiting, refused, told = self._agreement.vote("connecting to the engine", list(map(int, votes))).tolist()
             again = True
         if refused:
-            texts = self._agreement.gather("asking why the way is refused", answer.refusal)
+            texts = self._agreement.gather("asking why the way is refused", refusal)
             raise WayRefusedError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
         with self._agreement.attempt():
             if self._endpoint.leader:
                 self._endpoint.flush_after_load()
-        return answer
+        return bool(told)
 
     async def give_up(self, why: str) -> None:
         """Ends the sync whatever its state: the engine leaves the load, and generates nothing until one succeeds."""

@@ -35,17 +35,15 @@ class AdapterSender:
         self._adapter = adapter
         self._dtype = dtype
         self._sync = sync
-        self._gathered = 0
 
     def gather(self, agreement: Agreement, report: SyncReport) -> Factors:
         """All factors in the wire's dtype. Collective over the trainer's ranks; ``release`` comes later. Raises
         SyncError where any rank failed; the same text on every rank."""
-        self._gathered += 1
         with report.stage("plan"):
             agreement.step("planning the adapter", self._adapter.find_parameters)
         with report.stage("gather"):
-            run = f"adapter {agreement.name}.{self._gathered}"
-            factors = agreement.run("gathering the adapter", self._gather(run)) or {}
+            found = self._gather(f"adapter {agreement.new_name()}")
+            factors = agreement.run("gathering the adapter", found) or {}
         agreement.settle("gathering the adapter")
         return factors
 

@@ -17,7 +17,7 @@ import torch
 from verl.utils.ulysses import BaseShardingManager
 
 from verl_sync_plugin.config.settings import SyncConfig
-from verl_sync_plugin.layout.load_map import LoadMap
+from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Plan, Shard
 from verl_sync_plugin.log import say
@@ -42,8 +42,8 @@ class ShardingManager(BaseShardingManager):
     """Moves the weights of one trainer into one rollout engine; one instance per trainer rank and run.
 
     A pair of trainer and rollout is a subclass that names its ``backend`` and is registered
-    (``register_sharding_manager``); one may also override ``open_source`` alone. Construction is collective over all
-    trainer ranks.
+    (``register_sharding_manager``); one may also override ``open_source`` alone, not for separate rollouts.
+    Construction is collective over all trainer ranks.
 
     Args:
         engine: verl's training engine.
@@ -142,10 +142,16 @@ class ShardingManager(BaseShardingManager):
                 with self._measured(self.report), self.report.stage("update_weights"):
                     await self.send_adapter(None if global_steps is None else str(global_steps))
         except BaseException as error:
-            self.agreement.forget()
+            self._leave(error)
             await self.connection.give_up(str(error) or repr(error))
             raise
         return self.report
+
+    def _leave(self, error: BaseException) -> None:
+        """Drops a failure that nobody has heard of; where only this rank knows it, the others hear that it is gone."""
+        self.agreement.forget()
+        if not isinstance(error, SyncError | asyncio.CancelledError):
+            self.agreement.ranks.close()
 
     def serves_adapter(self) -> bool:
         """True if the engine serves the trainer's adapter itself (``lora.merge=False``); the same on all ranks."""
@@ -207,18 +213,18 @@ class ShardingManager(BaseShardingManager):
                 if not early:
                     self.connection.ask()
                 with stage("connect"):
-                    known = self.comparison.map.digest if self.comparison.map is not None else ""
-                    asks_map = not (self.comparison.knows(sync.plan) or way is self.ways.in_place)
-                    answer = await self.connection.connect(partial(way.handshake, sync, asks_map, known))
+                    greet = partial(self._greet, way, sync)
+                    news = await self.connection.connect(greet, lambda: not self.comparison.knows(sync.plan))
                     if wake_tags:
                         with self.agreement.attempt():
                             note_device_memory(self.report, self._device, "weights")
                     way.connected()
-                    if asks_map:
-                        self._learn(sync.plan, answer.map)
+                    if news:
+                        self._learn(sync.plan)
                 way.run(sync)  # the transfer
                 with stage("commit"):
                     await self._commit(sync, way)
+                self.cadence.note(sync.plan.digest, restarts=news and not sync.verified)
         finally:  # hangs up, and drops every reference to the trainer's parameters
             self.sender.hang_up()
             if self.source is not None:
@@ -316,47 +322,44 @@ class ShardingManager(BaseShardingManager):
         # What overlaps with the wake counts as update_weights already
         report.stages["resume_weights"] -= report.stages.get("update_weights", 0.0) - before
 
-    def _learn(self, plan: Plan, found: LoadMap | None) -> None:
+    def _greet(self, way: Way, sync: Sync) -> str:
+        """Opens the sync with this rank's engine rank; returns why that refuses the way."""
+        answer = way.handshake(sync, self.comparison.map.digest if self.comparison.map is not None else "")
+        if answer.map is not None:
+            self.comparison.note(answer.map)
+        return answer.refusal
+
+    def _learn(self, plan: Plan) -> None:
         """Collective: before anything is loaded, takes in what the engine ranks said that their models do. Raises, the
         same on every rank, SyncError, with names, where the engine leaves something of the plan out, and
         OtherDtypesError where some tensors travel in another dtype now."""
         trainer = self.trainer
-        self.comparison.note(found)
-        kept = self.comparison.learn(plan, loaded=False)
-        blocks = self.comparison.blocks
+        kept, blocks = self.comparison.learn(plan), self.comparison.blocks
         if (kept or blocks) and self.agreement.any(
             "learning dtypes", lambda: trainer is not None and trainer.policy.learn(kept, blocks)
         ):
             if self.agreement.ranks.rank == 0:
                 say("some tensors travel in the dtype in which the engine keeps them; the sync is planned once more")
             raise OtherDtypesError
+        if not self.comparison.knows(plan):
+            text = f"the engine keeps {next(iter(blocks))} in fp8, and this trainer does not quantize"
+            raise SyncError(f"weight sync failed: {text}. Remove actor_rollout_ref.rollout.quantization=fp8.")
 
     async def _commit(self, sync: Sync, way: Way) -> None:
         """Collective: has the engine ranks finish, compares hashes and waits for the engine's answer. Raises SyncError,
         the same on every rank, where any rank failed, or bytes changed on the way."""
         agreement, comparison, report = self.agreement, self.comparison, sync.report
-        committed, news, weighed = None, False, torch.empty(0)
+        weighed = torch.empty(0)
         with agreement.attempt():
             if not agreement.failed:
                 way.check_finite()
-                committed = self._committed(sync)
-                news = comparison.note(committed.map if committed else None) or not comparison.knows(sync.plan)
-                if not news:
-                    weighed = comparison.weighed(self.sender.sums(sync.plan), committed, sync.verified)
+                weighed = comparison.weighed(self.sender.sums(sync.plan), self._committed(sync), sync.verified)
         # Before waiting for the engine's answer: it gives none while one of its ranks waits for us to hang up
         try:
-            news = agreement.settle("committing", waiting=news)
-        except BaseException:
-            comparison.forget()  # what an engine rank tells once may not have come
-            raise
+            agreement.settle("committing")
         finally:
             with agreement.attempt():
                 way.close(sync)
-        if news:
-            comparison.learn(sync.plan, loaded=True)
-            with agreement.attempt():
-                weighed = comparison.weighed(self.sender.sums(sync.plan), committed, sync.verified)
-            agreement.settle("weighing what the engine holds")
         with agreement.attempt():
             if self.connection.pending is not None:
                 report.stages = {"sleep": await self.endpoint.answered(self.connection.pending), **report.stages}
@@ -366,7 +369,6 @@ class ShardingManager(BaseShardingManager):
         report.coverage_missing = len(comparison.unwritten)
         if sync.verified:
             report.verified_tensors, report.not_comparable = len(comparison.compared), len(comparison.left_out)
-        self.cadence.note(sync.plan.digest, new=news)
 
     def _committed(self, sync: Sync) -> Committed | None:
         """Has the engine rank commit; ``None`` where this rank has none."""
@@ -415,7 +417,7 @@ class ShardingManager(BaseShardingManager):
             with self.agreement.attempt():  # if this fails, the next sync does
                 note_device_memory(self.report, self._device, "awake")
         except BaseException as error:
-            self.agreement.forget()
+            self._leave(error)
             await self.endpoint.abandon(str(error) or repr(error))
             raise
         return self.report

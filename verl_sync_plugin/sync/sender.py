@@ -195,7 +195,6 @@ class BucketSender:
         ready = self._expect(Ready)
         if ready.needs_details:
             channel.send(replace(hello, lives=lives) if hello.live else replace(hello, manifest=Manifest.of(plan)))
-        if not ready.refusal and (hello.asks_map or (hello.live and ready.needs_details)):
             ready = self._expect(Ready)
         return ready
 

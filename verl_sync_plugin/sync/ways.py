@@ -115,13 +115,12 @@ class Way(ABC):
     def fill(self, sync: Sync) -> None:  # noqa: B027  (there is nothing to do in place)
         """Collective: starts to bring the first bytes into place; the engine may still be asleep."""
 
-    def handshake(self, sync: Sync, asks_map: bool, known: str) -> Ready:
-        """Opens the sync with this rank's engine rank, whose channel the sender has adopted; not collective. It
-        ``tells``, the same on all ranks, what its model does with the tensors, before anything is loaded; ``known``
+    def handshake(self, sync: Sync, known: str) -> Ready:
+        """Opens the sync with this rank's engine rank, whose channel the sender has adopted; not collective. ``known``
         names the ``LoadMap`` that is known of it. Raises RuntimeError or OSError where it is gone, silent or fails."""
         hello = Hello(
             sync.plan.digest, self._stagings, place_of(self._me, self._sources), self._me in self._sources,
-            tuple(live.key for live in self._lives), asks_map, sync.verified, known,
+            tuple(live.key for live in self._lives), sync.verified, known,
         )  # fmt: skip
         return self._sender.handshake(hello, sync.plan, self._lives)
 

@@ -11,6 +11,7 @@ from verl.utils.model import convert_weight_keys
 
 from verl_sync_plugin.config.refusals import ACTOR, NO_QAT
 from verl_sync_plugin.config.settings import MODEL, TURN_OFF
+from verl_sync_plugin.layout.tensors import clean_name
 from verl_sync_plugin.lora.peft import ADAPTER, Adapters, adapter_of, carries_adapter, is_adapter, merged_name
 from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, TrainerBackend
 from verl_sync_plugin.trainers.fsdp1 import FSDP1Source
@@ -63,6 +64,7 @@ class FSDPTrainer(TrainerBackend):
         return self.reader(self.engine.module, naming)
 
     def _rename(self, state: dict[str, Any]) -> dict[str, Any]:
+        state = {clean_name(name): value for name, value in state.items()}
         if not self._peft:
             return dict(convert_weight_keys(state, self._model))
         state = {merged_name(name): value for name, value in state.items()}

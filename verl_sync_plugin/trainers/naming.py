@@ -10,7 +10,7 @@ keep storage, offset and strides: so what they do to the real tensor can be read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +29,12 @@ Rename = Callable[[dict[str, Any]], dict[str, Any]]
 def unsaved_of(model: Any) -> frozenset[str]:
     """The names that a model of transformers ties to others; see ``saved_names``."""
     return frozenset(getattr(model, "all_tied_weights_keys", None) or ())
+
+
+def tied_head(config: Mapping[str, Any]) -> frozenset[str]:
+    """The head's name where a model's config ties it to the embedding, and a checkpoint has it once."""
+    tied = (config.get("text_config") or config).get("tie_word_embeddings")
+    return frozenset(("lm_head.weight",) if tied else ())
 
 
 def saved_names(names: list[str], unsaved: frozenset[str]) -> list[str]:

@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from verl_sync_plugin.config.settings import TRAINERS
+from verl_sync_plugin.layout.tensors import Shard
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.trainers.fsdp import FSDP1Trainer, FSDP2Trainer
 from verl_sync_plugin.trainers.fsdp2 import StateDictSource, cut
-from verl_sync_plugin.trainers.naming import Naming, verl_rewrite
+from verl_sync_plugin.trainers.naming import Naming, tied_head, verl_rewrite
 
 Trained = torch.nn.Module | Mapping[str, torch.Tensor]
 STATE_DICT = "state dict"
@@ -95,6 +96,25 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return getattr(module, "_fsdp_wrapped_module", module)
 
 
+class MadeForOneSync(StateDictSource):
+    """A state dict whose tensors the script may have made for this sync alone, also one of a tied end for each name."""
+
+    @property
+    def readable_in_place(self) -> bool:
+        """False: the engine maps what it reads so until the next sync, and freed memory would not come back."""
+        return False
+
+    def shards(self) -> list[Shard]:
+        shards = super().shards()
+        ends = [each for each in shards if each.base.key.endswith("embed_tokens.weight")]
+        copy = [each for each in shards if each.base.key in self._naming.unsaved and ends and _equal(each, ends[0])]
+        return [each for each in shards if each not in copy]
+
+
+def _equal(one: Shard, other: Shard) -> bool:
+    return one.local().shape == other.local().shape and torch.equal(one.local(), other.local())
+
+
 class ScriptTrainer(TrainerBackend):
     """Opens ``Given`` with the backend of the engine of verl that would hold it. Merges adapters of PEFT."""
 
@@ -104,9 +124,8 @@ class ScriptTrainer(TrainerBackend):
     def open_source(self) -> ParameterSource:
         given, self._inner = self.engine, None
         if isinstance(given.source, Mapping):
-            tied = frozenset(("lm_head.weight",) if given.config.get("tie_word_embeddings") else ())
-            naming = Naming(self.policy, verl_rewrite(given.config.get("model_type")), unsaved=tied)
-            return StateDictSource(lambda: given.source, naming)
+            naming = Naming(self.policy, verl_rewrite(given.config.get("model_type")), unsaved=tied_head(given.config))
+            return MadeForOneSync(lambda: given.source, naming)
         engine: Any = given.source
         if isinstance(engine, torch.nn.Module):
             module = engine.module if isinstance(engine, DistributedDataParallel) else engine

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import pickle
 import secrets
 import time
@@ -155,7 +156,12 @@ class Agreement:
         self.ranks = ranks or trainer_world(self._timeout_seconds)
         self._error: Exception | None = None
         self._cancelled: asyncio.CancelledError | None = None
+        self._names = itertools.count(1)
         self.name = self.share("making the agreement", secrets.token_hex(8))
+
+    def new_name(self) -> str:
+        """A name that nothing else has; the same on all ranks, which call this alike."""
+        return f"{self.name}.{next(self._names)}"
 
     @contextmanager
     def attempt(self) -> Iterator[None]:

@@ -5,19 +5,17 @@
     ------------                          ----------------------------
     LoadRequest (through a request of the engine's own)
                                     <---  connects to its trainer rank's address
-    Hello(digest, staging)          --->
-                                    <---  Ready(needs_details), or Ready(refusal) and the sync is over
-    Hello once more, with manifest  --->  (if needed) finds out what its model does with the tensors, if that is new
-                                    <---  Ready(map; if asked for), and the sync is over if the trainer plans again
+    Hello(digest, staging)          --->  finds out what its model does with the tensors, if that is new
+                                    <---  Ready(map; if it is new), and the sync is over if the trainer plans again;
+                                          Ready(refusal), and the sync is over; or Ready(needs_details)
+    Hello once more, with manifest  --->  (if needed)
+                                    <---  Ready(map)
     per bucket: Load(bucket, slot)  --->  loads, waits until its copies are done
                                     <---  Loaded(bucket) or Failed(text)
-    or, where parameters are read where they lie (Hello(live) instead of staging):
-                                    <---  Ready(needs_details), or Ready(refusal) and the sync is over
-    Hello once more, with lives     --->  (if needed)
-                                    <---  Ready, or Ready(refusal) and the sync is over
+    or, where parameters are read where they lie, Hello(live) instead of staging, lives instead of the manifest, and
     Load(ALL)                       --->  the same with everything at once
     Commit                          --->  lets go of staging memory if asked for
-                                    <---  Committed(sums, what is held if asked for, map if it is new) or Failed(text)
+                                    <---  Committed(sums, what is held if asked for) or Failed(text)
 
 Either side may close at any time; the other then drops the sync. Addresses are of one sync. A slot may be
 written again only after ``Loaded`` of the bucket that was in it, from every engine rank that reads it.
@@ -35,7 +33,7 @@ from verl_sync_plugin.layout.tensors import Entry, Plan
 from verl_sync_plugin.transport.memory import Live, StagingExport
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 
 ALL = -1  # in place of a bucket: all of them at once
 
@@ -93,9 +91,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
             among them.
         paired: it is, and so on the engine rank's own device.
         live: keys of the ``Live`` of all ranks of the group, in place of stagings.
-        asks_map: say, before anything is loaded, what the model does with the tensors.
         asks_hashes: say in ``Committed`` what lies in the parameters.
-        map: names the ``LoadMap`` that the trainer rank knows; another one is said in ``Committed``.
+        map: names the ``LoadMap`` that the trainer rank knows; another one is said in ``Ready``.
         manifest: what ``digest`` names, where the engine rank lacks it.
         lives: what ``live`` names, in its order, where the engine rank lacks it.
     """
@@ -105,7 +102,6 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     place: int
     paired: bool
     live: tuple[str, ...] = ()
-    asks_map: bool = False
     asks_hashes: bool = False
     map: str = ""
     manifest: Manifest | None = None
@@ -118,7 +114,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         refusal: why this engine rank cannot follow the chosen way; then nothing follows.
         needs_details: say ``Hello`` once more, with the manifest or with what ``live`` names.
-        map: what the model does with the tensors, if that was asked for.
+        map: what the model does with the tensors, if the trainer rank does not know it.
     """
 
     refusal: str = ""
@@ -194,7 +190,6 @@ class Committed(msgspec.Struct, frozen=True, tag=True):
         activation_bytes: the most device memory that the engine allocated beyond what it keeps since the last sync; 0
             when unknown, as in the first.
         held: what lies in the parameters; ``None`` where that was not asked for.
-        map: what the model does with the tensors, where the trainer rank does not know it.
     """
 
     replayed_tensors: int = 0
@@ -202,7 +197,6 @@ class Committed(msgspec.Struct, frozen=True, tag=True):
     obstacle: str = ""
     activation_bytes: int = 0
     held: Held | None = None
-    map: LoadMap | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -56,7 +56,9 @@ class ScriptServer(WeightUpdates):
         self.tokenizer_manager.abort_request(abort_all=True)
 
     async def reset_weights(self) -> None:
-        """Fills all parameters of all ranks with random numbers, by SGLang's own ``/weights_checker``."""
+        """Fills all parameters of all ranks with random numbers, by SGLang's own ``/weights_checker``. Nothing is
+        generated from these."""
+        self._gate.lose_weights()
         request = CheckWeightsReqInput(action="reset_tensors")
         success, message, *_ = await self.tokenizer_manager.check_weights(request)
         if not success:

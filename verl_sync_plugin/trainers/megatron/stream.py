@@ -123,7 +123,6 @@ class StreamSource(ParameterSource):
         self._open = open_stream
         self._policy = policy
         self._guard = Guard(timeout_seconds)
-        self._syncs = 0
         self._run_names: Iterator[str] = iter(())  # of this sync, the same on all ranks
         self._unfinished = False  # the last run of the stream did not come to its end
         self._bases: list[Base] = []  # empty until the stream is learnt
@@ -135,8 +134,7 @@ class StreamSource(ParameterSource):
 
     def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
         """Has all ranks learn the stream if one has to, so that they go through it alike."""
-        self._syncs += 1
-        sync = f"stream {agreement.name}.{self._syncs}"
+        sync = f"stream {agreement.new_name()}"
         self._run_names = (f"{sync}.{run}" for run in itertools.count(1))
         if agreement.any("looking at the trainer's stream", lambda: self._unfinished or not self._bases):
             self._bases, self._unfinished = [], False
@@ -187,7 +185,10 @@ class StreamSource(ParameterSource):
             return
         yield
         with self._running() as stream:
-            while self._passed < len(self._known) and not self._held.keys() >= set(bases):
+            # What came before comes last in a stream that is at its end
+            while self._passed < len(self._known) and (
+                self._known[self._passed][3] is None or not self._held.keys() >= set(bases)
+            ):
                 self._take(*next(stream, ("", torch.empty(0)))[:2])
         self._unfinished = self._passed < len(self._known)
 

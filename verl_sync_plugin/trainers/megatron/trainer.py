@@ -31,6 +31,7 @@ from verl_sync_plugin.trainers.megatron.bridge import BridgeReader, NotACopyErro
 from verl_sync_plugin.trainers.megatron.model import HeldTensor, ModelTensors, flat, unwrapped
 from verl_sync_plugin.trainers.megatron.parts import Part, RankLayout, match, replicas
 from verl_sync_plugin.trainers.megatron.stream import Guard, Stream, StreamSource
+from verl_sync_plugin.trainers.naming import tied_head
 from verl_sync_plugin.transport.agreement import Agreement
 
 _PLAIN = ("ParallelLinearAdapter", "GroupedExpertLinearAdapter")
@@ -58,12 +59,14 @@ class MegatronTrainer(TrainerBackend):
         return BridgeAdapter(self.engine.module, lambda: export()[0], lora, bound)
 
     def stream(self, broken: bool = False) -> Stream:
-        """Megatron-Bridge's export; LoRA merged, or left out where the engine serves it. ``broken``: the last one may
-        have been broken off, and the bridge's tasks keep what only some ranks have heard, so new ones are made."""
+        """Megatron-Bridge's export; LoRA merged, or left out where the engine serves it, and without the copy that it
+        makes of a tied embedding. ``broken``: the last one may have been broken off, and the bridge's tasks keep what
+        only some ranks have heard, so new ones are made."""
         if broken:
             self.engine._hf_export_tasks = None
         stream, _ = self.engine.get_per_tensor_param()
-        return ((name.replace(".base_layer.", "."), tensor) for name, tensor, *_ in stream)
+        left_out = tied_head(self.engine.model_config.hf_config.to_dict())
+        return ((n.replace(".base_layer.", "."), tensor) for n, tensor, *_ in stream if n not in left_out)
 
 
 def refuse_engine(engine: Any) -> None:
@@ -115,7 +118,6 @@ class MegatronSource(Merging):
     ) -> None:  # fmt: skip
         super().__init__(device, timeout_seconds, merges)
         self._policy = policy
-        self._readings = 0  # of the layout, by all ranks together
         self._bases: list[Base] = []  # empty until the ranks have agreed
         self._parts: list[Part] = []  # of each base, on every rank
         self._mine: dict[int, str] = {}  # base -> parameter of this rank
@@ -131,8 +133,7 @@ class MegatronSource(Merging):
         """The ranks exchange their layouts when any of them has changed."""
         if not agreement.any("looking for the trainer's weights", self._changed):
             return self
-        self._bases, self._readings = [], self._readings + 1
-        run = f"layout {agreement.name}.{self._readings}"  # alike on all ranks
+        self._bases, run = [], f"layout {agreement.new_name()}"
         layout = agreement.step("reading the layout of the trainer", lambda: self._read(run))
         layouts = agreement.gather("exchanging the layout of the trainer", layout)
         if computed := next((layout.computed for layout in layouts if layout.computed), ""):
