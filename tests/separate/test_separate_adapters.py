@@ -69,7 +69,7 @@ def fail_and_recover(driver: Driver, first: Member, second: Member, factors: int
     """A trainer rank or an engine fails: the same error for all; the next sync works, of the adapter alone."""
     together(driver.trainers, "train", 5)
     for who, how, text in (
-        (driver.trainers[1], "engine._manager._adapter_sender._adapter.find_parameters", "MemoryError: injected: look"),
+        (driver.trainers[1], "engine._manager._adapter.gather", "MemoryError: injected: look"),
         (second, "sglang.load_adapter", "MemoryError: injected: load_adapter"),
     ):
         before = len(first.ask("abandoned").answer())

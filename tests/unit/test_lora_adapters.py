@@ -126,7 +126,7 @@ def test_what_megatron_trains_too_is_named(norm: bool, bias: bool, named: str, m
     source = backend(engine, SyncConfig(), torch.device("cpu"), "bfloat16").open_adapter(None)
     said = rf"lora\.merge=False: '{named}' changes in training.*lora\.merge=True"
     with pytest.raises(ValueError, match=said) if named else nullcontext():
-        source.find_parameters()
+        next(source.gather("run"))
 
 
 def test_an_adapter_says_what_sglang_requires() -> None:

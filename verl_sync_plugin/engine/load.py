@@ -99,6 +99,7 @@ class ModelLoad:
 
     Attributes:
         map: what the model does with the tensors; found out by ``begin``.
+        is_new: no sync has ended with it yet.
         replayed: how many tensors a sync copies without the model's own load.
     """
 
@@ -116,8 +117,9 @@ class ModelLoad:
         self._places = Places(model.module)
         self._layout: Layout | None = None
         self._now: Layout | None = None
-        self.replayed = 0
+        self.replayed, self.is_new = 0, False
         if before is not None and before._shapes() == self._shapes():
+            self.is_new = before.is_new
             self.map, self._storages, self._places = before.map, before._storages, before._places
             self._key, self._layout = before._key, before._layout
         self._compiled = False
@@ -158,13 +160,7 @@ class ModelLoad:
         else:
             self.map, self._storages = introduce(self._model, sources, owners, self.device)
         self._key = LayoutKey(self._model)
-        self._layout, self._compiled = self._key.now(), False
-
-    @property
-    def layout(self) -> Layout:
-        """The model's layout for which the map holds."""
-        assert self._layout is not None, "begin() comes first"
-        return self._layout
+        self._layout, self._compiled, self.is_new = self._key.now(), False, True
 
     # --------------------------------------------------------------------------------------------------- the tables
     def _compile(self) -> None:

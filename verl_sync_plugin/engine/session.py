@@ -48,8 +48,6 @@ class ReceiverSession:
         self._regions = Regions()
         self._least: int | None = None  # that the engine's allocator held at any sync
         self._lives: tuple[Live, ...] = ()
-        self._plain: object = None  # shapes and strides for which ``refuse_rearranged`` has passed
-        self._judged: object = None  # the layout that had them
         self._maps = True  # trainer ranks' allocations, as far as is known
         self._reserved = 0
 
@@ -155,7 +153,9 @@ class ReceiverSession:
             self._stagings = {}
         sums = load.sums()
         load.finish()
-        self._refuse_rearranged(load)
+        if load.is_new:
+            refuse_rearranged(self._model, load.device)
+            load.is_new = False
         _wait_for(load.device)  # what the model derived; its forward may use another stream
         if _reserved_bytes() - self._reserved >= LEAST_BYTES:
             # The engine resumes its KV cache next, through an allocator of its own that cannot use what a first sync
@@ -185,16 +185,6 @@ class ReceiverSession:
         torch.cuda.reset_peak_memory_stats()
         self._least = current if least is None else min(current, least)
         return 0 if least is None else peak - self._least
-
-    def _refuse_rearranged(self, load: ModelLoad) -> None:
-        """Once for parameters of these shapes and strides; a load that moves them makes no others."""
-        if self._judged is load.layout:
-            return
-        token, *places = load.layout
-        plain = (token, *(place[1:] for place in places))
-        if plain != self._plain:
-            refuse_rearranged(self._model, load.device)
-        self._plain, self._judged = plain, load.layout
 
     def _open(self, hello: Hello, channel: Channel) -> bool:
         """Maps the staging memory that is read here; False where a peer's cannot be opened: the trainer knows why."""

@@ -37,12 +37,10 @@ class Target:
         return self.start + self.rows * self.columns
 
 
-def targets_of(weight: Weight, start: int, shape: tuple[int, ...]) -> list[Target]:
-    """The matrices of a weight of this whole ``shape`` that begins at element ``start`` of its base."""
+def targets_of(weight: Weight, shape: tuple[int, ...]) -> list[Target]:
+    """The matrices of a weight of this whole ``shape``."""
     size, columns = math.prod(shape) // weight.matrices, shape[-1]
-    return [
-        Target(weight, number, start + number * size, size // columns, columns) for number in range(weight.matrices)
-    ]
+    return [Target(weight, number, number * size, size // columns, columns) for number in range(weight.matrices)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.trainers.base import ServedAdapter, dtype_name
@@ -23,43 +22,23 @@ TARGETS = "actor_rollout_ref.model.lora.target_modules"
 Factors = dict[str, torch.Tensor]  # whole, by their names in an adapter checkpoint
 
 
-class AdapterSender:
-    """Sends the trainer's ``adapter`` again and again, in ``dtype``. ``settings`` are fields of PEFT's ``LoraConfig``.
+def gathered(
+    adapter: ServedAdapter, run: str, dtype: torch.dtype, timeout_seconds: float
+) -> Generator[None, None, Factors]:
+    """All factors in the wire's ``dtype``; ``run`` as for ``ServedAdapter.gather``, and collective as that is. Raises
+    ValueError where there are none, or one is broken.
 
     Peak memory: the whole adapter on the device of every rank in the trainer's and the wire dtype, and twice on the
     host of a leader.
     """
-
-    def __init__(self, adapter: ServedAdapter, dtype: torch.dtype, sync: SyncConfig) -> None:
-        self.settings = adapter.settings
-        self._adapter = adapter
-        self._dtype = dtype
-        self._sync = sync
-
-    def gather(self, agreement: Agreement, report: SyncReport) -> Factors:
-        """All factors in the wire's dtype. Collective over the trainer's ranks; ``release`` comes later. Raises
-        SyncError where any rank failed; the same text on every rank."""
-        with report.stage("plan"):
-            agreement.step("planning the adapter", self._adapter.find_parameters)
-        with report.stage("gather"):
-            found = self._gather(f"adapter {agreement.new_name()}")
-            factors = agreement.run("gathering the adapter", found) or {}
-        agreement.settle("gathering the adapter")
-        return factors
-
-    def release(self) -> None:
-        """Drops every reference to the trainer's parameters."""
-        self._adapter.release()
-
-    def _gather(self, run: str) -> Generator[None, None, Factors]:
-        found = yield from self._adapter.gather(run)
-        if not found:
-            raise ValueError(f"{TARGETS}: the trainer's adapter has no parameters. Name modules that the model has.")
-        for device in {factor.device for factor in found.values()}:
-            reached(device, self._sync.timeout_seconds)  # what follows waits for it without a bound
-        sent = {name: factor.to(self._dtype) for name, factor in found.items()}
-        _refuse_broken(sent, found)
-        return sent
+    found = yield from adapter.gather(run)
+    if not found:
+        raise ValueError(f"{TARGETS}: the trainer's adapter has no parameters. Name modules that the model has.")
+    for device in {factor.device for factor in found.values()}:
+        reached(device, timeout_seconds)  # what follows waits for it without a bound
+    sent = {name: factor.to(dtype) for name, factor in found.items()}
+    _refuse_broken(sent, found)
+    return sent
 
 
 async def deliver(

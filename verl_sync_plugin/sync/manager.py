@@ -24,10 +24,10 @@ from verl_sync_plugin.log import say
 from verl_sync_plugin.report import SyncReport, progress
 from verl_sync_plugin.room import measured, no_collection, note_device_memory
 from verl_sync_plugin.sync.endpoint import EngineConnection, RolloutEndpoint
-from verl_sync_plugin.sync.lora import AdapterSender, Factors, deliver
+from verl_sync_plugin.sync.lora import Factors, deliver, gathered
 from verl_sync_plugin.sync.sender import BucketSender, slot_limit
 from verl_sync_plugin.sync.ways import Sync, Way, WayRefusedError, Ways, ranks_of
-from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
+from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, TrainerBackend
 from verl_sync_plugin.trainers.fp8 import QuantizingSource
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed
@@ -103,7 +103,7 @@ class ShardingManager(BaseShardingManager):
         self.keeps_staging = True
         self._bucket_bytes = bucket_bytes
         self._base_sent = False
-        self._adapter_sender: AdapterSender | None = None
+        self._adapter: ServedAdapter | None = None
 
     def open_source(self) -> ParameterSource:
         """The parameter source of the trainer; called at the first sync, and again if the engine asks for other dtypes.
@@ -388,22 +388,26 @@ class ShardingManager(BaseShardingManager):
             with self.report.stage("deliver_adapter"):
                 await deliver(self.agreement, self.endpoint, settings, factors, self.report, version)
         finally:
-            if self._adapter_sender is not None:
-                self._adapter_sender.release()
+            if self._adapter is not None:
+                self._adapter.release()
 
     def gather_adapter(self) -> tuple[Mapping[str, Any], Callable[[], Factors]]:
         """Collective: returns the adapter as ``deliver`` takes it, which is on a rank that has a trainer."""
-        if self._adapter_sender is None:
-            self._adapter_sender = self._own.step("opening the adapter", self.open_adapter)
-        factors = self._adapter_sender.gather(self._own, self.report)
-        return self._adapter_sender.settings, lambda: factors
+        what = "gathering the adapter"
+        adapter = self._adapter = self._adapter or self._own.step("opening the adapter", self.open_adapter)
+        dtype = self.trainer.policy.dtype if self.trainer is not None else torch.bfloat16
+        run = gathered(adapter, f"adapter {self._own.new_name()}", dtype, self.config.timeout_seconds)
+        with self.report.stage("gather"):
+            factors = self._own.run(what, run) or {}
+        self._own.settle(what)
+        return adapter.settings, lambda: factors
 
-    def open_adapter(self) -> AdapterSender:
+    def open_adapter(self) -> ServedAdapter:
         """Called once, on a rank that has a trainer."""
         assert self.trainer is not None, "its adapter is served"
         if self.source is None:
             self.source = self.open_source()
-        return AdapterSender(self.trainer.open_adapter(self.source), self.trainer.policy.dtype, self.config)
+        return self.trainer.open_adapter(self.source)
 
     async def finish(self, tags: list[str]) -> SyncReport:
         """Second half of waking the engine, after the trainer has made room on all ranks: resumes ``tags``, then

@@ -27,10 +27,6 @@ BROADCASTS = 32
 T = TypeVar("T")
 
 
-class EngineFailedError(RuntimeError):
-    """The paired engine rank reported a failure."""
-
-
 def slot_limit(bucket_bytes: int) -> int:
     """The most bytes of one slot, so that all slots fit into ``STAGING_BUCKETS`` buckets of the user's size."""
     return bucket_bytes * STAGING_BUCKETS // SLOTS
@@ -189,7 +185,7 @@ class BucketSender:
     def handshake(self, hello: Hello, plan: Plan, lives: tuple[Live, ...] = ()) -> Ready:
         """Opens a sync on the adopted channel with the first word, of which the engine rank may lack ``plan`` or
         ``lives``. Returns its answer; with ``refusal`` the sync is over. Raises ChannelClosedError or
-        ChannelTimeoutError where it is gone or silent, EngineFailedError where it refused."""
+        ChannelTimeoutError where it is gone or silent, RuntimeError where it refused."""
         channel = self._open_channel()
         channel.send(hello)
         ready = self._expect(Ready)
@@ -226,7 +222,7 @@ class BucketSender:
     def _expect(self, kind: type[T]) -> T:
         message = self._open_channel().receive(self._timeout)
         if isinstance(message, Failed):
-            raise EngineFailedError(f"the engine could not load the weights: {message.text}")
+            raise RuntimeError(f"the engine could not load the weights: {message.text}")
         if not isinstance(message, kind):
-            raise EngineFailedError(f"weight-sync protocol: expected {kind.__name__}, got {type(message).__name__}")
+            raise RuntimeError(f"weight-sync protocol: expected {kind.__name__}, got {type(message).__name__}")
         return message

@@ -87,6 +87,11 @@ class SeparateManager(ShardingManager):
         assert adapter is not None, "gathered by the trainer's ranks"
         return adapter[0], partial(safetensors.torch.load, adapter[1])
 
+    def inherit(self, before: SeparateManager) -> None:
+        """Goes on with what the manager of the group before has opened of the trainer, and what its engine has got."""
+        self.source, self.trainer = before.source, before.trainer
+        self._adapter, self._base_sent = before._adapter, before._base_sent
+
     def close(self) -> None:
         """Gives everything back; the group is somebody else's."""
         self.sender.close()
@@ -105,10 +110,6 @@ class SeparateTrainer(SeparateManager):
     def __init__(self, backend: type[TrainerBackend] | None, *more: Any) -> None:
         self.backend = backend
         super().__init__(*more)
-
-    def inherit(self, before: SeparateTrainer) -> None:
-        """Goes on with what the manager of the group before has opened of the trainer."""
-        self.source, self.trainer, self._adapter_sender = before.source, before.trainer, before._adapter_sender
 
 
 class _NoTrainer(ParameterSource):
@@ -129,10 +130,6 @@ class SeparateRollout(SeparateManager):
     def __init__(self, ranks: JointRanks, endpoint: RolloutEndpoint, config: SyncConfig, device: torch.device) -> None:
         super().__init__(ranks, ALONE, None, endpoint, config, 0, device)
         self.source = _NoTrainer()
-
-    def inherit(self, before: SeparateRollout) -> None:
-        """Goes on with what the engine got in the group before."""
-        self._base_sent = before._base_sent
 
     def make_plan(self, shards: list[Shard]) -> None:
         """The trainer's ranks do."""

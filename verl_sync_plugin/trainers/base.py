@@ -23,8 +23,6 @@ from verl_sync_plugin.layout.tensors import dtype_name as dtype_name
 from verl_sync_plugin.lora.peft import is_adapter
 from verl_sync_plugin.transport.agreement import Agreement
 
-_NAMES = {"auto": "bfloat16", "half": "float16", "float": "float32"}
-
 
 class ParameterSource(ABC):
     """Everything one trainer rank contributes to a sync. Lives as long as the trainer's model and keeps what it learned
@@ -78,14 +76,10 @@ class ServedAdapter(ABC):
     settings: Mapping[str, Any]
 
     @abstractmethod
-    def find_parameters(self) -> None:
-        """Finds the adapter's parameters, once per sync; no collective. Raises ValueError, with the remedy, where they
-        cannot be served."""
-
-    @abstractmethod
     def gather(self, run: str) -> Generator[None, None, dict[str, torch.Tensor]]:
         """Whole factors by their names in an adapter checkpoint, in the trainer's dtype. Collective; yields right
-        before each collective, where all ranks settle. ``run`` names this time, alike on all ranks and used once."""
+        before each collective, where all ranks settle. ``run`` names this time, alike on all ranks and used once.
+        Raises ValueError, with the remedy, for parameters that cannot be served."""
 
     def release(self) -> None:  # noqa: B027
         """Drops every reference to the trainer's parameters."""
@@ -169,7 +163,7 @@ class WirePolicy:
 
 def wire_policy(rollout_dtype: str) -> WirePolicy:
     """The policy of a trainer at first. Raises ValueError for a name of no dtype of torch's."""
-    dtype = getattr(torch, _NAMES.get(rollout_dtype, rollout_dtype), None)
+    dtype = getattr(torch, "bfloat16" if rollout_dtype == "auto" else rollout_dtype, None)
     if not isinstance(dtype, torch.dtype):
         key = "actor_rollout_ref.rollout.dtype"
         raise ValueError(f"{key}={rollout_dtype!r}: not a torch dtype. Set {key}=bfloat16.")

@@ -89,10 +89,8 @@ class PEFTAdapter(ServedAdapter):
         self._source = source
         self.settings = config.to_dict()
 
-    def find_parameters(self) -> None:
-        self._source.shards()
-
     def gather(self, run: str) -> Generator[None, None, dict[str, torch.Tensor]]:
+        self._source.shards()
         factors = self._source.factors
         names = tuple(name for name in factors.shards if adapter_of(name) == ADAPTER)
         found = yield from factors.gather(names, self._source.group)

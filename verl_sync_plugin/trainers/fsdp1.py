@@ -21,6 +21,7 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init
 from verl_sync_plugin.layout.load_map import own_box
 from verl_sync_plugin.layout.tensors import Base, ParameterName, Shard, clean_name
 from verl_sync_plugin.trainers.base import ParameterSource
+from verl_sync_plugin.trainers.fsdp2 import StateDictSource
 from verl_sync_plugin.trainers.naming import Naming
 
 
@@ -31,20 +32,22 @@ class FSDP1Source(ParameterSource):
     def __init__(self, root: FullyShardedDataParallel, naming: Naming) -> None:
         self._root = root
         self._naming = naming
-        # The bases of each flat parameter, and where in it they begin; those of buffers by themselves
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffer_source = StateDictSource(lambda: self._naming.rename(self._buffers), naming, ())
+        # The bases of each flat parameter, and where in it they begin
         self._known: dict[tuple[object, ...], list[tuple[Base, tuple[ParameterName, ...], int]]] = {}
 
     def shards(self) -> list[Shard]:
         # Before the first forward FSDP1 has not laid out its local shards yet
         _lazy_init(self._root, self._root)
-        shards, buffers = list[Shard](), dict[str, torch.Tensor]()
+        shards, self._buffers = list[Shard](), {}
         for name, module in self._root.named_modules():
             if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
                 shards += self._flat_parameter(clean_name(name), module._handle)
             for own, buffer in module.named_buffers(recurse=False):
                 if own not in module._non_persistent_buffers_set:
-                    buffers[clean_name(_join(name, own))] = buffer
-        return shards + [self._buffer(name, buffer) for name, buffer in self._naming.rename(buffers).items()]
+                    self._buffers[clean_name(_join(name, own))] = buffer
+        return shards + self._buffer_source.shards()
 
     def _flat_parameter(self, unit: str, handle: Any) -> Iterator[Shard]:
         flat = handle.flat_param
@@ -85,15 +88,6 @@ class FSDP1Source(ParameterSource):
         for name, place in self._naming.rename(places).items():
             found[place].append(ParameterName(name, *place[1:]))
         return [(place[0], held) for place, held in found.items()]
-
-    def _buffer(self, name: str, buffer: torch.Tensor) -> Shard:
-        key = (name, tuple(buffer.shape), buffer.dtype)
-        if key not in self._known:
-            held = ParameterName(name, tuple(buffer.shape))
-            base = self._naming.base_of(name, [held], buffer.dtype, (buffer.numel(),), parameter=False)
-            self._known[key] = [(base, (), 0)]
-        run = buffer if buffer.is_contiguous() else None
-        return Shard(self._known[key][0][0], partial(buffer.detach().reshape, -1), run=run)
 
 
 def _strides(name: str, shape: tuple[int, ...], held: tuple[int, ...]) -> tuple[int, ...] | None:

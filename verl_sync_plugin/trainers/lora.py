@@ -257,7 +257,7 @@ class MergingSource(Merging):
                     f"LoRA weight {member.name!r} of shape {member.shape} has strides {member.strides}: weight sync "
                     f"merges into contiguous weights. Make it contiguous() in the model, or {TURN_OFF}."
                 )
-            yield from targets_of(weight, 0, member.shape)
+            yield from targets_of(weight, member.shape)
 
     def weights_in(self, base: int) -> list[Weight]:
         return list({target.weight.name: target.weight for target in self.exported[base][1]}.values())

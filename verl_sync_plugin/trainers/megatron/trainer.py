@@ -231,7 +231,7 @@ class MegatronSource(Merging):
         tensor, weight = self._model.tensors[self._places[name]], self._weights.get(name)
         home = self._home(tensor)
         if weight is not None and name not in self._mergers:
-            self._mergers[name] = self.merger(targets_of(weight, 0, tuple(tensor.shape)), 0)
+            self._mergers[name] = self.merger(targets_of(weight, tuple(tensor.shape)), 0)
         run = None if home is not None else tensor
         return Shard(base, partial(flat, tensor, home), self._mergers.get(name), run=run)
 
@@ -332,7 +332,7 @@ class BridgeAdapter(ServedAdapter):
         self._guard = Guard(timeout_seconds)
         self.settings = build_peft_config_for_vllm(lora)
 
-    def find_parameters(self) -> None:
+    def gather(self, run: str) -> Generator[None, None, dict[str, torch.Tensor]]:
         """Raises ValueError: whatever is trained next to the adapter would stay as it is in the engine."""
         for chunk in map(unwrapped, self._chunks):
             trained = [n for n, p in chunk.named_parameters() if p.requires_grad and p.numel() and ".adapter." not in n]
@@ -342,8 +342,6 @@ class BridgeAdapter(ServedAdapter):
                 why = "changes in training, but is no part of the adapter, so the engine would not get it"
                 merge = "actor_rollout_ref.model.lora.merge"
                 raise ValueError(f"{merge}=False: {trained[0]!r} {why}. Set {merge}=True.")
-
-    def gather(self, run: str) -> Generator[None, None, dict[str, torch.Tensor]]:
         yield
         with self._guard.watching(run):
             return {f"base_model.model.{name}": tensor.detach() for name, tensor, *_ in self._open()}
