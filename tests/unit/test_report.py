@@ -265,8 +265,6 @@ GOOD = json.dumps(line(0)).encode()
         ),
         (GOOD, ["--out", "{}/nowhere/page.html"], "name another place"),
         (GOOD, ["--run", "2"], "use --run 1 to 1"),
-        (GOOD, ["--trace", "{}/t.json", "--step", "3"], "there are steps 0 to 0"),
-        (GOOD, ["--step", "3"], "--trace OUT.json"),
         (GOOD, [], "pip install matplotlib"),
     ],
     ids=lambda value: str(value)[-40:],
@@ -296,20 +294,3 @@ def test_needs_no_torch_and_the_doctor_starts_without_it(tmp_path: Path) -> None
         assert not {"torch", "verl", "transformers"} & set(sys.modules)
         """
     assert python(tmp_path, code).returncode == 0
-
-
-def test_trace_has_the_spans_of_all_ranks_by_one_clock(tmp_path: Path) -> None:
-    late = line(1, 8, spans_left_out=2)
-    late["origin"]["epoch"] += 0.5
-    page_of(written(tmp_path, line(0), line(1), late, line(2)), "--trace", str(tmp_path / "t.json"), "--step", "1")
-    trace = json.loads((tmp_path / "t.json").read_text())
-    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    found = {event["name"]: (event["ts"], event["dur"], event["tid"]) for event in events if event["pid"] == 1}
-    assert found == {
-        "update_weights": (0, 312500, 1), "connect": (62500, 62500, 1), "engine_load": (125000, 125000, 2),
-        "resume_kv": (1500000, 31250, 1),
-    }  # fmt: skip
-    assert [event["ts"] for event in events if event["name"] == "connect"] == [62500, 562500]
-    named = {event["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
-    assert named == {"process_name", "thread_name"} and trace["otherData"]["spans_left_out"] == 2
-    assert set(trace["otherData"]["sleep_seconds"].values()) == {0.125}

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``verl-sync report``: reads report files (``verl_sync_plugin/report.py``) as runs and syncs, and makes a page about a
-run (``page.py``), or a trace of a sync in Chrome's format, for https://ui.perfetto.dev."""
+run (``page.py``)."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,23 +33,15 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, help=f"where the page goes; {PAGE} next to the report file by default")
     parser.add_argument("--run", type=int, dest="number", help="which run of the file, from 1 on; the last by default")
     parser.add_argument("--against", metavar="RUN", type=Path, help="another run to compare with: its last, if several")
-    parser.add_argument("--trace", type=Path, help="also write a trace of one sync, for https://ui.perfetto.dev")
-    parser.add_argument("--step", type=int, help="of which step the trace is; the last by default")
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the page and the trace, and returns the exit code. Raises ValueError, with the remedy, where the report
-    file or an option cannot be used, or matplotlib is missing."""
-    if arguments.step is not None and arguments.trace is None:
-        raise ValueError("--step says of which sync the trace is; say where that goes with --trace OUT.json")
+    """Writes the page, and returns the exit code. Raises ValueError, with the remedy, where the report file or an
+    option cannot be used, or matplotlib is missing."""
     source: Path = arguments.source
     try:
         found = read_run(source, arguments.number)
-        if arguments.trace is not None:
-            sync = found.sync_of(arguments.step)
-            arguments.trace.write_text(json.dumps(trace_of(sync, found.versions)))
-            print(f"{arguments.trace}: the sync of step {sync.step}; open it in https://ui.perfetto.dev")
         page = arguments.out or (source if source.is_dir() else source.parent) / PAGE
         runs = [found, *([read_run(arguments.against)] if arguments.against else [])]
         page.write_text(page_of(runs), encoding="utf-8")
@@ -144,13 +135,6 @@ class Run(NamedTuple):
     def median(self, stage: str = "phase") -> float:
         return median(sync.stages[stage] for sync in self.later)
 
-    def sync_of(self, step: int | None) -> Sync:
-        """The last sync, or that of a step."""
-        steps = [sync.step for sync in self.syncs]
-        if found := [sync for sync in self.syncs if step in (None, sync.step)]:
-            return found[-1]
-        raise ValueError(f"--step {step}: the run has no such sync; there are steps {min(steps)} to {max(steps)}")
-
 
 def read_run(path: Path, number: int | None = None) -> Run:
     """Reads a run from a report file, or from those in a folder; the last, where several wrote it in turn."""
@@ -206,23 +190,3 @@ def _split(lines: list[Report]) -> list[list[Sync]]:
         runs[-1].setdefault((step, seen[who, step]), Sync(step, [])).reports.append(report)
         seen[who, step] += 1
     return [list(syncs.values()) for syncs in runs]
-
-
-def trace_of(sync: Sync, versions: dict[str, str]) -> dict[str, Any]:
-    """The sync as a JSON object of Chrome's format; times in microseconds since its first span. ``sleep`` precedes the
-    training step, so that only its length is known: it stands in ``otherData``."""
-    zero, events = min(report.began for report in sync.reports), list[dict[str, Any]]()
-    for process, report in enumerate(sync.reports, 1):
-        names = ("process_name", 1, report.reporter), ("thread_name", 1, "trainer rank"), ("thread_name", 2, "engine")
-        events += [{"name": k, "ph": "M", "pid": process, "tid": t, "args": {"name": text}} for k, t, text in names]
-        for stage, start, length in report.spans:
-            kind, thread = "phase" if stage in PHASE_STAGES else "detail", 2 if stage == "engine_load" else 1
-            times = {"ts": round((start + report.origin["epoch"] - zero) * 1e6, 3), "dur": round(length * 1e6, 3)}
-            events.append({"name": stage, "cat": kind, "ph": "X", **times, "pid": process, "tid": thread})
-    other = {
-        "step": sync.step,
-        "sleep_seconds": {report.reporter: report.stages.get("sleep", 0.0) for report in sync.reports},
-        "spans_left_out": sum(report.spans_left_out for report in sync.reports),
-        "versions": versions,
-    }
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
