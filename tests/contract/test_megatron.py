@@ -23,6 +23,7 @@ from contract.sources import StandIn, manager_of, open_source, raised_alike
 from megatron_cpu.engines import Layout, build, stock_export, train_step, unwrapped
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.trainers.base import export_shards
+from verl_sync_plugin.trainers.megatron.bridge import CopyTrace, NotACopyError
 
 pytestmark = pytest.mark.usefixtures("bridge_processes")
 
@@ -165,6 +166,17 @@ def test_what_cannot_be_synced_is_refused_by_name(checkpoint: str, layout: Layou
         with mock.patch.object(owner, name, value):
             assert key in error_of(lambda: reader_of(engine).sync())
     check_same(reader_of(engine).sync(), on_disk(checkpoint))
+
+
+def test_a_large_weight_that_is_transposed_is_no_plain_copy() -> None:
+    """Of one that is cut into columns every run is planned."""
+    for side in (1024, 256):
+        trace = CopyTrace((side, side), torch.bfloat16, 1)
+        with pytest.raises(NotACopyError) if side == 1024 else nullcontext(), trace:
+            trace.shares(trace.inputs[0].t().contiguous())
+    with (trace := CopyTrace((70_000, 32), torch.bfloat16, 2)):
+        whole = torch.cat(trace.inputs, dim=1)
+    assert [run.count for runs in trace.shares(whole) for run in runs] == [70_000] * 2
 
 
 def converting(mapping: str, change: Callable[[Callable[[], State]], State]) -> Any:

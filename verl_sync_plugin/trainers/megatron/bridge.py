@@ -38,8 +38,9 @@ from verl_sync_plugin.trainers.megatron.stream import Guard
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=weight)\d+$|(?<=bias)\d+$")
 _VOCABULARY = ("word_embeddings.weight", "output_layer.weight")  # padded where tensor parallelism does not divide it
 _COMPUTED_BY_ENGINES = ".rotary_emb.inv_freq"  # some checkpoints hold it; no engine reads it
-# More runs than this mean a conversion that shuffles single elements of a large weight
-_MOST_RUNS = 1 << 26
+# More runs than this, shorter than that, mean a conversion that shuffles single elements of a large weight. To plan the
+# 2.9 million of a transposed projection took minutes and gigabytes
+_MOST_RUNS, _SHORT = 1 << 16, 16
 _NONE = np.empty(0, dtype=np.int64)
 AllParts = Callable[[torch.Tensor], list[torch.Tensor]]
 
@@ -300,7 +301,7 @@ class CopyTrace(TorchDispatchMode):
         rows, length = _addresses(tensor)
         low, high = (np.searchsorted(firsts, rows + at, "right") - 1 for at in (0, length - 1))
         counts = high - low + 1
-        _bounded(int(counts.sum()))
+        _bounded(int(counts.sum()), tensor.numel())
         row = np.repeat(np.arange(len(rows)), counts)
         run = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts) + low[row]
         begin = np.maximum(firsts[run], rows[row])
@@ -317,8 +318,8 @@ def _tensors(nested: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, torch.Tensor)]
 
 
-def _bounded(runs: int) -> None:
-    if runs > _MOST_RUNS:
+def _bounded(runs: int, elements: int) -> None:
+    if runs > _MOST_RUNS and runs * _SHORT > elements:
         raise NotACopyError("its elements are shuffled one by one")
 
 
@@ -326,7 +327,7 @@ def _addresses(tensor: torch.Tensor) -> tuple[np.ndarray, int]:
     """(storage addresses of consecutive runs in row-major order, their length), in elements."""
     dims = joined((size, step, step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
     length = dims.pop()[0] if dims and dims[-1][1] == 1 else 1
-    _bounded(tensor.numel() // length)
+    _bounded(tensor.numel() // length, tensor.numel())
     return starts_of(int(tensor.storage_offset()), ((size, step) for size, step, _ in dims)), length
 
 
