@@ -70,6 +70,15 @@ def test_a_broken_weight_is_named_and_a_rank_that_fails_leaves_nobody_alone() ->
     check_quantized(manager, expected, blocks, LARGE, False)
 
 
+@on_ranks(2)
+def test_a_tensor_of_which_the_engine_keeps_a_part_in_fp8_is_refused() -> None:
+    manager = manager_of(shard(build("qwen3_moe"), Layout((2,))), StandIn())
+    names = [name for name in sync(manager.open_source(), LARGE) if ".experts.0." in name]
+    manager.trainer.policy.blocks[names[0]] = (SIZE, SIZE)
+    with pytest.raises(ValueError, match=r"the engine keeps only a part of it in fp8\. Remove "):
+        manager.open_source().shards()
+
+
 @pytest.mark.parametrize(
     ("layout", "model"),
     [*((layout, "qwen2") for layout in (*LAYOUTS[:3], fsdp1(3), fsdp1(2, True))), (Layout((2,)), "qwen3_moe")],

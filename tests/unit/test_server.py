@@ -221,6 +221,29 @@ async def test_a_sync_that_is_given_up_while_requests_end_is_not_loaded(load: st
         await ask(server)
 
 
+async def test_an_adapter_is_looked_at_where_it_lies(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang says that it has loaded one of which it has left factors out."""
+    server, asked = make(Manager()), list[str]()
+    monkeypatch.setattr(compat, "replace_adapter", AsyncMock(side_effect=lambda *_: asked.append("replaced")))
+    answer = AsyncMock(
+        side_effect=lambda loader, adapter, sent: asked.append(adapter) or ["", "no q_proj"][bool(adapter)]
+    )
+    monkeypatch.setattr(server, "ask_ranks", AsyncMock(side_effect=answer))
+    with pytest.raises(ValueError, match="no q_proj"):
+        await server.load_adapter({}, b"", [("q_proj", 1, 1)], "7")
+    assert asked[-2] == "replaced"
+
+
+async def test_a_released_cache_is_not_flushed_after_a_load(make: Make) -> None:
+    """SGLang would end itself (sglang #19029)."""
+    server = make(manager := Manager())
+    await server.release_tags(["kv_cache"])
+    await server.load_weights(("sync",), "1")
+    await server.flush_after_load()
+    await asyncio.sleep(0)
+    assert "flush" not in manager.asked[manager.asked.index("release kv_cache") :]
+
+
 @pytest.mark.parametrize("pause", ["abort", "retract"])
 async def test_a_pause_that_fails_holds_nobody(pause: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = Manager(answers=True)
