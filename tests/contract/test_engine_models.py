@@ -169,9 +169,9 @@ def moved_parameters_start_over(config: Any) -> None:
     def memory() -> None:
         mlp.gate_up_proj.weight.data = mlp.gate_up_proj.weight.data.clone()
 
-    def strides() -> None:
-        square = model.model.layers[1].self_attn.o_proj.weight
-        square.data = square.data.T
+    def load() -> None:
+        model.model.norm.weight.weight_loader = lambda p, t: p.data.copy_(t + 0)
+        memory()
 
     def parameter(of: Any = mlp.gate_up_proj) -> None:
         before = of.weight
@@ -183,14 +183,14 @@ def moved_parameters_start_over(config: Any) -> None:
         mlp.down_proj.__dict__["_parameters"] = dict(mlp.down_proj._parameters)
         parameter(mlp.down_proj)
 
-    for number, move in enumerate((memory, parameter, module, strides)):
+    for number, move in enumerate((memory, parameter, module, load)):
         move()
         for seed in (2 * number + 1, 2 * number + 2):
             before = wire.load.map
             report = wire.exact(reference, weights_of("qwen2", seed))
-            assert wire.load.map == known or move is strides, move
+            assert (wire.load.map == known) == (move is not load), move
             assert (wire.load.map is before) == (seed % 2 == 0), move
-            if move is strides and seed % 2 == 0:
+            if move is load and seed % 2 == 0:
                 assert report.verified_tensors > 0, "another map is verified, however many syncs there were"
 
 

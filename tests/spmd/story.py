@@ -89,12 +89,12 @@ def every_source(rollout: SpmdRollout) -> None:
     cut = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in model(6).state_dict().items()}
     serves(rollout, cut, model(6))
     again = serves(rollout, replicas, model(3))
-    assert [{**vars(each), "version": 9} for each in first] == [vars(each) for each in again]
+    assert [{**vars(each), "version": 10} for each in first] == [vars(each) for each in again]
     rollout.sync_weights(replicas)
     assert rollout.report is not None and rollout.report.replayed_tensors == rollout.report.tensors
     assert rollout.report.staging_bytes == rollout._manager.sender.staging_bytes > 0, "nothing is released"
     same = rollout.generate(PROMPTS, GREEDY)
-    assert [vars(each) for each in same] == [{**vars(each), "version": 10} for each in again]
+    assert [vars(each) for each in same] == [{**vars(each), "version": 11} for each in again]
     with_adapter(rollout)
 
 

@@ -225,10 +225,12 @@ async def test_an_adapter_is_looked_at_where_it_lies(make: Make, monkeypatch: py
     """SGLang says that it has loaded one of which it has left factors out."""
     server, asked = make(Manager()), list[str]()
     monkeypatch.setattr(compat, "replace_adapter", AsyncMock(side_effect=lambda *_: asked.append("replaced")))
-    answer = AsyncMock(
-        side_effect=lambda loader, adapter, sent: asked.append(adapter) or ["", "no q_proj"][bool(adapter)]
-    )
-    monkeypatch.setattr(server, "ask_ranks", AsyncMock(side_effect=answer))
+
+    async def ask_ranks(loader: str, adapter: str, sent: Any) -> list[str]:
+        asked.append(adapter)
+        return ["no q_proj" if adapter else ""]
+
+    monkeypatch.setattr(server, "ask_ranks", ask_ranks)
     with pytest.raises(ValueError, match="no q_proj"):
         await server.load_adapter({}, b"", [("q_proj", 1, 1)], "7")
     assert asked[-2] == "replaced"
