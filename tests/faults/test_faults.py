@@ -10,7 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
-from faults.cells import LOADED, SLOW_SECONDS, Cell, matrix
+from faults.cells import LOADED, Cell, matrix
+from faults.points import SLOW_SECONDS
 from ports import free_port
 from separate.driver import Failure, Member, together
 
