@@ -29,6 +29,14 @@ def python(folder: Path, code: str, **environment: str) -> subprocess.CompletedP
     return _run(folder, ["-c", textwrap.dedent(code)], environment, 120)
 
 
+def said(folder: Path, code: str, **environment: str) -> str:
+    """Returns the output of code that ends well."""
+    ended = python(folder, code, **environment)
+    # Python reports a failing .pth line on stderr, and goes on
+    assert ended.returncode == 0 and "Error processing line" not in ended.stderr, ended.stderr
+    return ended.stdout.strip()
+
+
 def passed(*arguments: str, **environment: str) -> str:
     """Returns what a pytest of its own says, none of whose tests has failed; paths are beneath this folder."""
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]

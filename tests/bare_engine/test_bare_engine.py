@@ -119,20 +119,7 @@ def three_syncs(member: Rank) -> None:
         synced(member, version, awake=version == 2)
         if member.engine is not None:
             assert member.engine.flushed[-1] == (version == 2), "only what is all awake is flushed after the load"
-    check_report(member)
-
-
-def synced(member: Rank, version: int, awake: bool = False) -> None:
-    """A sync of other weights than before: it leaves the trainer as it is, and the engine is exact."""
-    trainer.perturb(member.trainer, seed=version)
-    before = trainer.local_state(member.trainer)
-    member.sync(version, awake)
-    assert all(map(torch.equal, before, trainer.local_state(member.trainer))), "the sync changed the trainer"
-    member.check_exact(member.folder / f"v{version}")
-
-
-def check_report(member: Rank) -> None:
-    """Everything is replayed and compared, and nothing is gathered."""
+    # everything is replayed and compared, and nothing is gathered
     report, world = member.manager.report, dist.get_world_size()
     assert report.global_steps == 3 and report.coverage_expected > 10 and report.nbytes > 100_000
     assert report.replayed_tensors == report.tensors and report.verified_tensors > 20, report
@@ -144,6 +131,15 @@ def check_report(member: Rank) -> None:
     if ("tp", world) in member.case.settings:  # such trainer ranks hold what the engine ranks next to them need
         read = read_by_segment(member.manager)
         assert read[member.rank] > 0.8 * read.total(), read
+
+
+def synced(member: Rank, version: int, awake: bool = False) -> None:
+    """A sync of other weights than before: it leaves the trainer as it is, and the engine is exact."""
+    trainer.perturb(member.trainer, seed=version)
+    before = trainer.local_state(member.trainer)
+    member.sync(version, awake)
+    assert all(map(torch.equal, before, trainer.local_state(member.trainer))), "the sync changed the trainer"
+    member.check_exact(member.folder / f"v{version}")
 
 
 def read_by_segment(manager: ShardingManager) -> Counter[int]:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's own engines, built in a test process, and what transformers makes of their weights."""
 
-import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
+
+from contract.sources import in_a_file
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 Words = tuple[list[int], list[float]]  # an engine's answer to the prompt: tokens and their log-probabilities
@@ -65,9 +66,7 @@ def share(engine: object, folder: Path) -> None:
     for module in _modules(engine):
         for parameter in module.parameters():
             local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
-            path = folder / f"{uuid.uuid4().hex}.memory"
-            storage = torch.UntypedStorage.from_file(str(path), True, local.numel() * local.element_size())
-            moved = torch.empty(0, dtype=local.dtype).set_(storage, 0, local.shape).copy_(local)
+            moved = in_a_file(local, folder)
             if isinstance(parameter, DTensor):
                 local.set_(moved)  # type: ignore[call-overload]
             else:
@@ -104,8 +103,11 @@ def save(tensors: Mapping[str, torch.Tensor], model_path: str, target: Path) -> 
 
 def far(words: Words, checkpoint: Path) -> float:
     """How far the log-probabilities of an engine's words are from those of transformers, with a checkpoint."""
-    tokens, logprobs = words
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
-    logits = model(torch.tensor([PROMPT + tokens])).logits[0].float()
-    expected = torch.log_softmax(logits, -1)[len(PROMPT) - 1 : -1]
+    return far_from(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16), PROMPT, *words)
+
+
+@torch.no_grad()
+def far_from(model: Any, prompt: list[int], tokens: list[int], logprobs: list[float]) -> float:
+    """The same of any prompt, with a whole model."""
+    expected = torch.log_softmax(model(torch.tensor([prompt + tokens])).logits[0].float(), -1)[len(prompt) - 1 : -1]
     return max(abs(expected[i, t].item() - p) for i, (t, p) in enumerate(zip(tokens, logprobs, strict=True)))

@@ -10,9 +10,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch.distributed import fsdp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from contract import sources
@@ -146,16 +146,8 @@ def open_source(module: torch.nn.Module, *kept: str, merge: bool = True, **setti
 
 def torchs_own_state(module: torch.nn.Module) -> State:
     """The whole model as PyTorch gathers it."""
-    if isinstance(module, FullyShardedDataParallel):
-        config = fsdp.FullStateDictConfig(offload_to_cpu=False, rank0_only=False)
-        with FullyShardedDataParallel.state_dict_type(module, fsdp.StateDictType.FULL_STATE_DICT, config):
-            state = module.state_dict()
-    else:
-        state = module.state_dict()
-    return {
-        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-        for name, tensor in state.items()
-    }
+    state = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True))
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
 
 
 @torch.no_grad()

@@ -218,19 +218,14 @@ def check_spanning(models: Models, prompt: list[int], output: Any, pause: str) -
     assert (pure, kept) == ((True, False) if pause == "retract" else (False, True))
 
 
-def check_cut_off(models: Models, prompt: list[int], output: Any) -> None:
-    """An answer that was aborted, with what version 1 had chosen by then."""
-    assert 0 < len(output.token_ids) < TOKENS and output.stop_reason == "abort"
-    assert models.chosen_until(prompt, output.token_ids) == len(output.token_ids)
-    assert "min_global_steps" not in output.extra_fields, "verl's client fills it in"
-
-
 async def check_answers(run: Run, models: Models, pause: str, asked: list[asyncio.Task[Any]]) -> None:
     """Checks what became of the requests in flight, and that the engine goes on with new weights by itself."""
     *outputs, _ = await asyncio.gather(*asked)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         if pause == "abort":
-            check_cut_off(models, prompt, output)
+            assert 0 < len(output.token_ids) < TOKENS and output.stop_reason == "abort"
+            assert models.chosen_until(prompt, output.token_ids) == len(output.token_ids)
+            assert "min_global_steps" not in output.extra_fields, "verl's client fills it in"
         else:
             check_spanning(models, prompt, output, pause)
     assert run.version == ("1" if pause == "abort" else "2")  # as over HTTP

@@ -39,17 +39,9 @@ TABLE = DOCS / "families.md"
 WORLDS = (1, 2)
 # What ``make test`` runs, of every kind: replayed, tied, by the model's own path, mixtures of experts, refused
 SOME = (
-    "Qwen2",
-    "Llama, tied",
-    "Gemma",
-    "Gemma 2",
-    "Mixtral",
-    "Qwen3-MoE with dense layers",
-    "Qwen3-Next",
-    "DeepSeek-V3",
-    "gpt-oss",
-    "Qwen2.5-VL, tied",
-)
+    "Qwen2", "Llama, tied", "Gemma", "Gemma 2", "Mixtral", "Qwen3-MoE with dense layers", "Qwen3-Next", "DeepSeek-V3",
+    "gpt-oss", "Qwen2.5-VL, tied",
+)  # fmt: skip
 Named = Iterator[tuple[str, torch.Tensor]]
 Found = dict[int, dict[str, str]]  # by number of ranks, by family
 CPU = torch.device("cpu")

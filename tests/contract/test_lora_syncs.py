@@ -113,13 +113,6 @@ def test_nobody_is_left_alone_in_a_collective(layout: Layout, where: str) -> Non
     assert all(torch.equal(honest[name], again[name]) for name in honest), "the next sync shipped something else"
 
 
-def all_are_here(where: str) -> None:
-    """Waits for all ranks by the store: what goes over the group may be lost when another rank's wait ends."""
-    store = distributed_c10d._get_default_store()
-    store.set(f"{where} {dist.get_rank()}", "")
-    store.wait([f"{where} {rank}" for rank in range(dist.get_world_size())])
-
-
 @pytest.mark.usefixtures("fresh_processes")  # after many other tests, one did not get what the other had gathered
 @on_ranks(2, timeout=60)
 def test_an_absent_rank_is_waited_for_no_longer_than_the_bound() -> None:
@@ -127,7 +120,10 @@ def test_an_absent_rank_is_waited_for_no_longer_than_the_bound() -> None:
     source = merging_source(shard(peft_model(ENDS), Layout((2,))), seconds=SECONDS)
     work = source.prepare(tuple(range(len(source.shards()))))
     next(work)  # right before the collective
-    all_are_here("collective")
+    # All are here, by the store: what goes over the group may be lost when another rank's wait ends
+    store = distributed_c10d._get_default_store()
+    store.set(f"here: {dist.get_rank()}", "")
+    store.wait([f"here: {rank}" for rank in range(2)])
     started = time.monotonic()
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError, match=r"(?i)time"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from transformers import AutoModelForCausalLM
 from worlds import on_ranks
@@ -14,18 +15,14 @@ from worlds import on_ranks
 from contract.reading import State
 from contract.sources import StandIn, manager_of
 from contract.test_megatron import check_exports, check_offloaded, error_of, reader_of
+from hydra_run import CONFIG_DIR
 from megatron_cpu.engines import Layout, build, stock_export, train_step
 from verl_sync_plugin.trainers.base import export_shards
 
 pytestmark = pytest.mark.usefixtures("bridge_processes")
 
-LORA: dict[str, Any] = {
-    "type": "lora", "rank": 8, "alpha": 16, "merge": True,
-    "target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], "exclude_modules": [],
-    "dropout": 0.0, "dropout_position": "pre", "lora_A_init_method": "xavier", "lora_B_init_method": "zero",
-    "a2a_experimental": False, "dtype": None, "adapter_path": None, "freeze_vision_model": True,
-    "freeze_vision_projection": True, "freeze_language_model": True, "fully_sharded_loras": False,
-}  # fmt: skip
+VERLS: Any = OmegaConf.to_container(OmegaConf.load(CONFIG_DIR / "model" / "hf_model.yaml").lora)
+LORA = {**VERLS, "rank": 8, "alpha": 16, "merge": True}
 
 
 def with_factors(model_path: str, layout: Layout, **lora: Any) -> Any:
@@ -47,11 +44,6 @@ def with_factors(model_path: str, layout: Layout, **lora: Any) -> Any:
 
 
 LATENT = ["linear_q_proj", "linear_kv_down_proj", "linear_kv_up_proj", "linear_proj", "linear_fc1", "linear_fc2"]
-
-
-def unmerged(engine: Any) -> State:
-    found = engine.bridge.export_hf_weights(engine.module, cpu=True, show_progress=False, merge_adapter_weights=False)
-    return {name.replace(".base_layer", ""): tensor.clone() for name, tensor in found}
 
 
 def check_close(got: State, expected: State) -> None:
@@ -85,7 +77,9 @@ OWN, MORE = {"share_expert_adapters": False}, pytest.mark.extended
 @on_ranks("layout", timeout=180)
 def test_merged_weights_are_the_bridges(checkpoint: str, kind: str, layout: Layout, lora: dict[str, Any]) -> None:
     engine = with_factors(checkpoint, layout, **lora)
-    before, base = stock_export(engine), unmerged(engine)
+    before = stock_export(engine)
+    bases = engine.bridge.export_hf_weights(engine.module, cpu=True, show_progress=False, merge_adapter_weights=False)
+    base = {name.replace(".base_layer", ""): tensor.clone() for name, tensor in bases}
     changed = [name for name, tensor in before.items() if not torch.equal(base[name], tensor)]
     check_exports(engine, same=check_close)
     after = stock_export(engine)

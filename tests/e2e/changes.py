@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the change that ``SYNC_TEST_CHANGE`` names in each process of a run (``VERL_USE_EXTERNAL_MODULES``)."""
 
-import functools
 import itertools
 import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -20,17 +20,15 @@ HONEST_SYNCS, VICTIM = 3, "model.layers.1.mlp.down_proj.weight"
 
 def drifting_trainer(transformer_impl: ModuleType) -> None:
     """The trainer's weights change before the log-probabilities of the fourth step, as no step of training does."""
-    engine: Any = transformer_impl.FSDPEngine
-    honest = engine.infer_batch
     steps = itertools.count(1)
 
-    def infer_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def infer_batch(honest: Any, engine: Any, args: Any, more: Any) -> Any:
         if next(steps) == DRIFTING_STEP:
-            for parameter in self.module.parameters():
+            for parameter in engine.module.parameters():
                 parameter.data.mul_(1.5)
-        return honest(self, *args, **kwargs)
+        return honest(*args, **more)
 
-    engine.infer_batch = infer_batch
+    wrapt.wrap_function_wrapper(transformer_impl, "FSDPEngine.infer_batch", infer_batch)
 
 
 def dying_engine(updates: ModuleType) -> None:
@@ -82,12 +80,11 @@ def noting_pauses(updates: ModuleType) -> None:
 
 def teacher_sampling(manager: ModuleType) -> None:
     """Keeps ``detokenize`` from a teacher: verl 0.9.1 asks it for that, and SGLang 0.5.12 does not know it."""
-    asked = manager._get_teacher_sampling_params
 
-    def known(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {key: value for key, value in asked(*args, **kwargs).items() if key != "detokenize"}
+    def known(honest: Any, _: Any, args: Any, more: Any) -> dict[str, Any]:
+        return {key: value for key, value in honest(*args, **more).items() if key != "detokenize"}
 
-    manager._get_teacher_sampling_params = known  # type: ignore[attr-defined]
+    wrapt.wrap_function_wrapper(manager, "_get_teacher_sampling_params", known)
 
 
 def say_version(module: ModuleType) -> None:
@@ -96,8 +93,6 @@ def say_version(module: ModuleType) -> None:
 
 def watched_tower(transformer_impl: ModuleType, frozen: bool = False) -> None:
     """Says how many parameters a step changed; may freeze the tower, since verl 0.9.1 does not read its own key."""
-    engine: Any = transformer_impl.FSDPEngine
-    build, step = engine._build_fsdp_module, engine.optimizer_step
 
     def parts(module: Any) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {"tower": [], "language": []}
@@ -106,41 +101,37 @@ def watched_tower(transformer_impl: ModuleType, frozen: bool = False) -> None:
             found["tower" if "visual." in name else "language"].append(local.detach().clone())
         return found
 
-    @functools.wraps(build)
-    def frozen_build(self: Any, module: Any) -> Any:
+    def build(honest: Any, engine: Any, args: Any, more: Any) -> Any:
         if frozen:
-            module.model.visual.requires_grad_(False)
-        return build(self, module)
+            args[0].model.visual.requires_grad_(False)
+        return honest(*args, **more)
 
-    @functools.wraps(step)
-    def watched_step(self: Any) -> Any:
-        before = parts(self.module)
-        result = step(self)
-        after = parts(self.module)
+    def step(honest: Any, engine: Any, args: Any, more: Any) -> Any:
+        before = parts(engine.module)
+        result = honest(*args, **more)
+        after = parts(engine.module)
         for part, tensors in before.items():
             changed = sum(not old.equal(new) for old, new in zip(tensors, after[part], strict=True))
             print(f"[e2e] {part}: {changed} of {len(tensors)} parameters changed", flush=True)
         return result
 
-    engine._build_fsdp_module, engine.optimizer_step = frozen_build, watched_step
+    for name, wrapper in (("_build_fsdp_module", build), ("optimizer_step", step)):
+        wrapt.wrap_function_wrapper(transformer_impl, f"FSDPEngine.{name}", wrapper)
 
 
 def wrong_shape(fsdp2: ModuleType) -> None:
     """Describes a tensor wrongly from the fourth sync on: SGLang's ``load_weights`` refuses it in mid-sync."""
-    honest = fsdp2.FSDP2Source.shards
-    calls = 0
+    calls = itertools.count(1)
 
     def transposed(shard: Any) -> Any:
         views = tuple(replace(v, shape=v.shape[::-1]) if v.name == VICTIM else v for v in shard.base.views)
         return replace(shard, base=replace(shard.base, views=views))
 
-    def shards(self: Any) -> list[Any]:
-        nonlocal calls
-        calls += 1
-        found = honest(self)
-        return found if calls <= HONEST_SYNCS else [transposed(shard) for shard in found]
+    def shards(honest: Any, source: Any, args: Any, more: Any) -> list[Any]:
+        found: list[Any] = honest(*args, **more)
+        return found if next(calls) <= HONEST_SYNCS else [transposed(shard) for shard in found]
 
-    fsdp2.FSDP2Source.shards = shards
+    wrapt.wrap_function_wrapper(fsdp2, "FSDP2Source.shards", shards)
 
 
 CHANGES: dict[str, dict[str, Callable[[ModuleType], None]]] = {
@@ -150,7 +141,7 @@ CHANGES: dict[str, dict[str, Callable[[ModuleType], None]]] = {
     "teacher_sampling": {"verl.experimental.teacher_loop.teacher_manager": teacher_sampling},
     "versions": {"verl": say_version, "sglang": say_version},
     "trained_tower": {"verl.workers.engine.fsdp.transformer_impl": watched_tower},
-    "frozen_tower": {"verl.workers.engine.fsdp.transformer_impl": functools.partial(watched_tower, frozen=True)},
+    "frozen_tower": {"verl.workers.engine.fsdp.transformer_impl": partial(watched_tower, frozen=True)},
     "wrong_shape": {"verl_sync_plugin.trainers.fsdp2": wrong_shape},
 }
 

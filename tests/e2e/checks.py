@@ -83,6 +83,11 @@ def reported(run: Run, steps: int, manager: str = "FSDP2SGLangShardingManager") 
 def whole(run: Run, steps: int, ranks: int, manager: str = "FSDP2SGLangShardingManager", **ran: str) -> None:
     """A run to its end in which the plugin moved the weights of every step."""
     reached(run, steps)
+    synced(run, steps, ranks, manager, **ran)
+
+
+def synced(run: Run, steps: int, ranks: int, manager: str = "FSDP2SGLangShardingManager", **ran: str) -> None:
+    """The plugin moved the weights of every step, whatever came then."""
     same_weights(run)
     plugin_ran(run, ranks, manager, **ran)
     reported(run, steps, manager)

@@ -48,14 +48,8 @@ def test_the_engine_has_the_tower_of_every_step(
     change = "frozen_tower" if frozen else "trained_tower"
     setup = Setup(overrides, ranks, 2, write(kind, tmp_path / "model"), change=change, path=(str(packages),))
     trained = main_ppo(setup, tmp_path_factory.mktemp("run"))
-    checks.reached(trained, steps=2)
-    checks.same_weights(trained)
-    for step in (1, 2):
-        checks.metrics_complete(trained.logged[step], step)
+    checks.whole(trained, 2, ranks, model=CLASSES[kind])
     # every tensor has been moved and compared
-    checks.reported(trained, steps=2)
-    for rank in range(ranks):
-        assert trained.matching(rf"loader active, rank {rank} of {CLASSES[kind]}"), trained.tail
     for report in trained.reports:
         assert report["coverage_missing"] == 0 and report["not_comparable"] == 0, report
         assert report["verified_tensors"] == report["tensors"] > 50, report

@@ -4,24 +4,15 @@
 import itertools
 from dataclasses import dataclass
 
+from faults.points import POINTS
+
 T = 8.0  # custom.sync.timeout_seconds
 SLACK_SECONDS = 4.0  # of the ranks, in place of a minute
 GROUP_SECONDS = 34.0  # how long torch.distributed waits in a collective of the trainer's own
-SLOW_SECONDS = 1.5
 SPARE_SECONDS = 5.0  # for a busy machine, on top of what the product's own bounds add up to
 
 KINDS = ("error", "oom", "slow", "kill", "stop")
 SYNCS = ("first", "second", "in place")
-# "verify" tells what the engine's parameters hold and "compare" judges it
-STAGES = (*("plan", "wake", "connect", "pack", "hand over", "load", "commit"), *("verify", "compare", "finish"))
-# Where each stage can fail: on the trainer rank that leads its engine, on the other one, on the last engine rank (a
-# scheduler of SGLang) and in the rollout server
-STAGES_OF = {
-    "leader": STAGES,
-    "trainer": STAGES,
-    "engine": ("plan", "wake", "connect", "hand over", "load", "commit", "verify", "finish"),
-    "server": ("wake", "connect", "commit", "finish"),
-}
 OUTSIDE_LOADER = ("wake", "finish")  # what an engine rank does then, SGLang does
 LOADED = ("verify", "compare", "finish")  # the engine has all weights by then
 
@@ -72,8 +63,8 @@ class Cell:
 
 def matrix() -> list[Cell]:
     """Chooses cells greedily so that every possible pair of values occurs, and every kind in every place and sync."""
-    every = itertools.product(STAGES_OF, STAGES, KINDS, SYNCS)
-    left = [Cell(place, stage, *more) for place, stage, *more in every if stage in STAGES_OF[place]]
+    where = [(place, stage) for place, stages in POINTS.items() for stage in stages]
+    left = [Cell(*each, kind, sync) for each in where for kind, sync in itertools.product(KINDS, SYNCS)]
     missing = {values for cell in left for values in _covers(cell)}
     chosen = []
     while missing:

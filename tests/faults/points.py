@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from faults.cells import SLOW_SECONDS
-
+SLOW_SECONDS = 1.5
 SIGNAL_SECONDS = 0.2  # a signal may reach another thread first, and this one would go on for a moment
 
 # Per place and stage: module, the attribute to be wrapped, and a value that must be among the arguments (or "")
@@ -24,8 +23,9 @@ _SERVER = "verl_sync_plugin.rollouts.sglang.server"
 _SESSION = "verl_sync_plugin.engine.session"
 _LOAD = "verl_sync_plugin.engine.load"
 _SAVER = "sglang.srt.utils.torch_memory_saver_adapter"
-_TRAINER: dict[str, tuple[Point, ...]] = {
+_LEADER: dict[str, tuple[Point, ...]] = {
     "plan": (("verl_sync_plugin.trainers.fsdp2", "FSDP2Source.shards", ""),),
+    "wake": ((_ENDPOINT, "RolloutEndpoint.resume", ""),),
     "connect": ((_ENDPOINT, "EngineConnection._accept", ""),),
     "pack": ((_SENDER, "BucketSender.pack", ""), (_SENDER, "BucketSender.hash_parameters", "")),
     "hand over": ((_SENDER, "BucketSender.load", ""),),
@@ -33,17 +33,16 @@ _TRAINER: dict[str, tuple[Point, ...]] = {
     "commit": ((_SENDER, "BucketSender.commit", ""),),
     "verify": (("verl_sync_plugin.sync.manager", "refuse_changed", ""),),
     "compare": (("verl_sync_plugin.verify", "Comparison.weighed", ""),),
+    "finish": ((_ENDPOINT, "RolloutEndpoint.finish", ""),),
 }
+# Where each stage can fail: on the trainer rank that leads its engine, on the other one, on the last engine rank (a
+# scheduler of SGLang) and in the rollout server. "verify" tells what the engine's parameters hold; "compare" judges it
 POINTS: dict[str, dict[str, tuple[Point, ...]]] = {
+    "leader": _LEADER,
     "trainer": {
-        **_TRAINER,
+        **_LEADER,
         "wake": (("verl_sync_plugin.sync.manager", "note_device_memory", "asleep"),),
         "finish": (("verl_sync_plugin.rollouts.adapter", "note_device_memory", ""),),
-    },
-    "leader": {
-        **_TRAINER,
-        "wake": ((_ENDPOINT, "RolloutEndpoint.resume", ""),),
-        "finish": ((_ENDPOINT, "RolloutEndpoint.finish", ""),),
     },
     "engine": {
         "plan": ((_LOAD, "ModelLoad.begin", ""),),

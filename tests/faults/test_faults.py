@@ -10,7 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
-from faults.cells import LOADED, SLOW_SECONDS, Cell, matrix
+from faults.cells import LOADED, Cell, matrix
+from faults.points import SLOW_SECONDS
 from ports import free_port
 from separate.driver import Failure, Member, together
 
@@ -91,7 +92,9 @@ class World:
         if cell.must_restart:
             self._check_restart(cell, text)
         else:
-            self._check_next()
+            self._healthy()  # the next sync is exact, and requests are answered from it
+            assert self.server.ask("holds").answer() == self._new, "the sync is not exact"
+            assert self.server.ask("answers").answer() == "an answer"
             self.whole = True
 
     def _healthy(self) -> str:
@@ -184,12 +187,6 @@ class World:
             return "", ""
         request = self.server.ask("answers").answer()
         return self.server.ask("holds").answer(), request
-
-    def _check_next(self) -> None:
-        """The next sync is exact, and requests are answered from it."""
-        self._healthy()
-        assert self.server.ask("holds").answer() == self._new, "the sync is not exact"
-        assert self.server.ask("answers").answer() == "an answer"
 
     def _check_restart(self, cell: Cell, text: str) -> None:
         """The error says that the run must be restarted; if not at once, then that of the next sync."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 
+from contract import families
 from tiny_models import MAKE_MODEL
 
 COMMON: dict[str, Any] = {
@@ -18,21 +19,16 @@ COMMON: dict[str, Any] = {
 MOE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 # Latent attention, a dense first layer, shared experts, a router with a bias buffer
 LATENT: dict[str, Any] = {
-    **MOE, "num_key_value_heads": 8, "n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 1,
-    "moe_layer_freq": 1, "topk_method": "noaux_tc", "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-    "v_head_dim": 16, "n_group": 1, "topk_group": 1,
-    "rope_parameters": {  # SGLang has no other rotary embedding for latent attention on a CPU
-        "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64,
-        "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
-    },
+    **families.LATENT, **COMMON, **MOE, "num_key_value_heads": 8, "n_shared_experts": 2, "topk_method": "noaux_tc",
+    "kv_lora_rank": 24, "n_group": 1,
 }  # fmt: skip
 CONFIGS: dict[str, transformers.PretrainedConfig] = {
     "qwen2": transformers.Qwen2Config(**COMMON),
     "qwen2-tied": transformers.Qwen2Config(**{**COMMON, "tie_word_embeddings": True}),
     "qwen3": transformers.Qwen3Config(**COMMON, head_dim=16),
     "qwen3-moe": transformers.Qwen3MoeConfig(**COMMON, **MOE, head_dim=16, num_experts=4),
-    "moonlight": transformers.DeepseekV3Config(**{**COMMON, **LATENT}, q_lora_rank=None),
-    "deepseek": transformers.DeepseekV3Config(**{**COMMON, **LATENT}, q_lora_rank=40),
+    "moonlight": transformers.DeepseekV3Config(**{**LATENT, "q_lora_rank": None}),
+    "deepseek": transformers.DeepseekV3Config(**{**LATENT, "q_lora_rank": 40}),
 }
 
 

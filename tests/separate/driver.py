@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import reduce
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
@@ -34,6 +35,7 @@ class Member:
         theirs.close()
 
     def ask(self, method: str, *args: Any) -> Self:
+        """Calls a method, or one of what the process holds; a path leads there."""
         self._pipe.send((method, args))
         return self
 
@@ -54,7 +56,7 @@ def _serve(kind: str, pipe: Connection, args: tuple[Any, ...]) -> None:
     while True:
         method, given = pipe.recv()
         try:
-            pipe.send(getattr(host, method)(*given))
+            pipe.send(reduce(getattr, method.split("."), host)(*given))
         except Exception as error:
             traceback.print_exc()
             pipe.send(Failure(type(error).__name__, str(error)))
@@ -123,7 +125,7 @@ def exact(driver: Driver, rollouts: list[Member], folder: Path) -> None:
     for number, rollout in enumerate(rollouts):
         own = folder / str(number)
         own.mkdir()
-        assert rollout.ask("differs", folder / "checkpoint", own).answer() == []
+        assert rollout.ask("sglang.differs", folder / "checkpoint", own).answer() == []
 
 
 def failed_alike(answers: list[Any], text: str) -> None:

@@ -3,7 +3,6 @@
 
 import asyncio
 import os
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -30,18 +29,14 @@ class Rollout(Host):
         config = RolloutConfig(name="sglang", tensor_model_parallel_size=tp, **given)
         self.adapter = SyncServerAdapter(config, HFModelConfig(path=model), None)
         self.adapter.find_server = lambda: Handle(self.sglang, self._note)  # type: ignore[method-assign]
-        self._planned: list[bool] = []
+        self.planned: list[bool] = []  # for each load that was asked for, whether the ranks had planned the sync
 
     def _start(self, model: str) -> BareEngine:
         return BareEngine(model, dist.get_world_size(), loaders=(SPOIL,))
 
     def _note(self, method: str) -> None:
         if method == "load_weights":
-            self._planned.append("plan" in self.manager().report.stages)
-
-    def asked_behind_plan(self) -> list[bool]:
-        """For each load that was asked for, whether the ranks had planned the sync."""
-        return self._planned
+            self.planned.append("plan" in self.manager().report.stages)
 
     def sync(self, version: int) -> dict[str, Any]:
         """Receives; returns the report, which an engine's first rank has published."""
@@ -55,41 +50,24 @@ class Rollout(Host):
         words: Words = self.sglang.generate(PROMPT, 4)
         return words
 
-    def differs(self, checkpoint: Path, folder: Path) -> list[str]:
-        """Names of what the engine holds otherwise than after SGLang's own load of a checkpoint."""
-        differing: list[str] = self.sglang.differs(checkpoint, folder)
-        return differing
-
     def spoil(self, parameter: str) -> None:
         """The engine flips a bit of a parameter after the copies of the next sync."""
         self.sglang.call(self.sglang.ask_loader(SPOIL, parameter))
 
-    def flip_arriving(self) -> None:
-        """Flips a bit of the next bucket that comes to this rank, before the engine rank loads it."""
+    def spoil_second_bucket(self, dies: bool) -> None:
+        """A bit of it flips before the engine rank loads it, or this process ends, as with a machine's power."""
         sender = self.manager().sender
         honest = sender.load
 
-        def flipping(index: int, slot: int) -> None:
-            sender.load = honest
-            sender._slot(slot)[7] ^= 2
-            honest(index, slot)
-
-        sender.load = flipping
-
-    def abandoned(self) -> list[str]:
-        return list(self.sglang.abandoned)
-
-    def die_in_second_bucket(self) -> None:
-        """Like a machine that is switched off while weights are on their way."""
-        sender = self.manager().sender
-        honest = sender.load
-
-        def dying(index: int, slot: int) -> None:
+        def load(index: int, slot: int) -> None:
             if index == 1:
-                os._exit(9)
+                if dies:
+                    os._exit(9)
+                sender.load = honest
+                sender._slot(slot)[7] ^= 2
             honest(index, slot)
 
-        sender.load = dying
+        sender.load = load
 
     def end(self) -> None:
         if self.sglang:
@@ -114,6 +92,3 @@ class ServingRollout(Rollout):
     def generate(self) -> Words:
         words: Words = self.sglang.generate(PROMPT, 4, SGLANG_LORA_NAME)
         return words
-
-    def generate_with_base(self) -> Words:
-        return super().generate()

@@ -44,8 +44,8 @@ def hidden_staging_memory(driver: Driver, rollouts: list[Member], folder: Path) 
     for version in (1, 2):
         (report,) = synced(driver, rollouts, version, folder)
         assert report["delivery"] == "broadcast" and report["verified_tensors"] == report["tensors"], report
-    assert not rollout.ask("abandoned").answer(), "a sync that goes on otherwise has not failed"
-    a_flip_is_found(driver, rollouts, 3, folder, ("flip_arriving",), "changed on the way to the engine")
+    assert not rollout.ask("sglang.abandoned.copy").answer(), "a sync that goes on otherwise has not failed"
+    a_flip_is_found(driver, rollouts, 3, folder, ("spoil_second_bucket", False), "changed on the way to the engine")
     together(driver.trainers, "hide_staging", False)
 
 
@@ -67,7 +67,7 @@ def parameters_read_in_place(driver: Driver, rollouts: list[Member], folder: Pat
 
 
 def a_flip_is_found(
-    driver: Driver, rollouts: list[Member], version: int, folder: Path, flip: tuple[str, ...], text: str
+    driver: Driver, rollouts: list[Member], version: int, folder: Path, flip: tuple[object, ...], text: str
 ) -> None:
     """One bit flips, which all ranks hear of; the next sync is exact."""
     assert rollouts[0].ask(*flip).answer() is None
@@ -125,12 +125,12 @@ def fail_and_die(driver: Driver, rollouts: list[Member], folder: Path) -> None:
     second, third = rollouts
     # a trainer rank fails: the same error for all, and the engines generate nothing
     assert driver.trainers[1].ask("break_next", "engine._manager.sender.pack").answer() is None
-    before = len(second.ask("abandoned").answer())
+    before = len(second.ask("sglang.abandoned.copy").answer())
     failed_alike(driver.sync(28, rollouts), "rank 1: MemoryError: injected: pack")
-    assert len(second.ask("abandoned").answer()) > before
+    assert len(second.ask("sglang.abandoned.copy").answer()) > before
     synced(driver, rollouts, 29, folder)
     # one dies while weights are on their way: the others hear of it in time, and go on without it
-    assert third.ask("die_in_second_bucket").answer() is None
+    assert third.ask("spoil_second_bucket", True).answer() is None
     began = time.monotonic()
     died = driver.sync(30, rollouts)
     assert time.monotonic() - began < 3 * TIMEOUT + 60

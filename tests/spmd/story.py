@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from bare_engine.trainer import far_from
 from contract.sources import raised_alike
 from verl_sync_plugin import SpmdRollout
 from verl_sync_plugin.errors import RolloutError, SyncError
@@ -45,14 +46,8 @@ def sharded(made: PreTrainedModel) -> torch.nn.Module:
 
 def off(generated: list[Generated], expected: torch.nn.Module) -> float:
     """How far the engine's log-probabilities are from those of a whole model."""
-    found = []
-    for each in generated:
-        ids, start = torch.tensor([each.prompt_ids + each.response_ids]), len(each.prompt_ids)
-        with torch.no_grad():
-            logits = expected.bfloat16()(ids).logits[0, start - 1 : -1].float()
-        chosen = torch.log_softmax(logits, -1).gather(-1, ids[0, start:, None])[:, 0]
-        found.append(float((chosen - torch.tensor(each.log_probs)).abs().max()))
-    return max(found)
+    whole = expected.bfloat16()
+    return max(far_from(whole, each.prompt_ids, each.response_ids, each.log_probs) for each in generated)
 
 
 def serves(rollout: SpmdRollout, source: Any, expected: torch.nn.Module) -> list[Generated]:
@@ -112,8 +107,7 @@ def with_adapter(rollout: SpmdRollout) -> None:
 
     whole = adapted().merge_and_unload()
     module = adapted()
-    for layer in module.get_base_model().model.layers:
-        fully_shard(layer)
+    sharded(module.get_base_model())
     fully_shard(module)
     assert off(serves(rollout, module, whole), model(7)) > 4 * BOUND, "the adapter makes no difference"
 
@@ -201,13 +195,6 @@ def engine_is_late(rollout: SpmdRollout, source: torch.nn.Module, expected: torc
     serves(rollout, source, expected)
 
 
-def engine_dies(rollout: SpmdRollout) -> None:
-    for process in started():
-        process.kill()
-    text = raised_alike(RolloutError, rollout.generate, PROMPTS, GREEDY)
-    assert "rank 0: RuntimeError: SGLang's process has ended" in text, text
-
-
 def main() -> None:
     dist.init_process_group("gloo")
     more = {"max_total_tokens": 2048, "context_length": 256, "max_running_requests": 8}
@@ -219,7 +206,10 @@ def main() -> None:
     memory(rollout, source, model(9))
     failures(rollout, source, model(9))
     engine_is_late(rollout, source, model(9))
-    engine_dies(rollout)
+    for process in started():
+        process.kill()
+    text = raised_alike(RolloutError, rollout.generate, PROMPTS, GREEDY)
+    assert "rank 0: RuntimeError: SGLang's process has ended" in text, text
     rollout.close()
     assert "TORCHELASTIC_RUN_ID" in os.environ, "not started by torchrun"
     print(f"rank {dist.get_rank()} has seen it all", flush=True)

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,6 +34,16 @@ def map_of(model: torch.nn.Module, names: Iterable[str], shape: tuple[int, ...],
     load = ModelLoad(SGLangModel(model, 0), Manifest.of(plan_buckets(tuple(bases), 1 << 20)), CPU)
     load.begin()
     return load.map
+
+
+def comparison_of(found: LoadMap, plan: Plan, refuses: bool = True, restores: bool = True, **config: Any) -> Comparison:
+    """What a trainer rank makes of the load map of its engine rank; it ``refuses`` a map that leaves something out."""
+    ranks = Ranks(0, (0,), (0,))
+    ranks.trainers = tuple(range(WORLD))
+    comparison = Comparison(SyncConfig(**config), Agreement(10.0, ranks=ranks), (0,) if refuses else (), restores)
+    comparison.note(found)
+    comparison.learn(plan)
+    return comparison
 
 
 class Sender:
@@ -110,11 +121,7 @@ class Sender:
 
     def compared(self, load: ModelLoad) -> set[str]:
         """Names of the tensors that could be compared, and hold what was sent."""
-        ranks = Ranks(0, (0,), (0,))
-        ranks.trainers = tuple(range(WORLD))
-        comparison = Comparison(SyncConfig(verify="never"), Agreement(10.0, ranks=ranks), ())
-        comparison.note(load.map)
-        comparison.learn(self.plan)
+        comparison = comparison_of(load.map, self.plan, refuses=False, verify="never")
         sent = torch.stack([packer.sums() for packer in self._packers]).sum(0)
         comparison.compare(comparison.weighed(sent, Committed(sums=load.sums(), held=load.held()), True))
         names = list(numbers_of(load.manifest.buckets))

@@ -263,12 +263,7 @@ def test_a_cluster_whose_nodes_differ(tell: Callable[..., Any], monkeypatch: pyt
         # whole commands
         ("python3 -m verl.trainer.main_ppo --config-name ppo_megatron_trainer ~trainer.logger", "", "", ""),
         ("x/verl/trainer/main_generation_server.py -cn ppo_trainer.yaml", "", "", ""),
-        (
-            f"verl.trainer.main_generation_server {ROLLOUT}.custom.sync.verify=always",
-            WARNING,
-            "without",
-            "leave these keys out",
-        ),
+        (f"main_generation_server.py {ROLLOUT}.custom.sync.verify=always", WARNING, "without", "leave these keys out"),
         ("A=1 python3 -u verl/trainer/main_ppo.py +x=y.py", "", "", ""),
         ("verl.trainer.main_ppo ~trainer.logger", "", "", ""),
         ("main_ppo.py ~trainer.logger", "", "", ""),

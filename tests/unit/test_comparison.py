@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks what a trainer makes of load maps: what it refuses before anything is sent, and which syncs it verifies."""
 
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from receiving import comparison_of
 
-from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.load_map import Box, LoadMap, Move, StateTensor, Storage
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, Plan, View
-from verl_sync_plugin.transport.agreement import Agreement, Ranks
 from verl_sync_plugin.transport.protocol import Committed
-from verl_sync_plugin.verify import DERIVED, Cadence, Comparison
+from verl_sync_plugin.verify import DERIVED, Cadence
 
 NUMEL = 64
 WHOLE = Box(0, 0, ((NUMEL, 1, 1),))
@@ -27,6 +27,7 @@ def plan_of(*names: str) -> Plan:
 
 
 PLAN = plan_of("a", "b")
+learned = partial(comparison_of, plan=PLAN)
 COMPLETE = LoadMap(
     "SGLang's Model", storages=tuple(Storage(n, (StateTensor(n, "bfloat16", WHOLE, False),)) for n in ("x", "y")),
     moves=tuple(Move(n, n, "bfloat16", WHOLE) for n in range(2)),
@@ -36,13 +37,6 @@ COMPLETE = LoadMap(
 def with_one_more(buffer: bool, name: str = "model.normalizer") -> LoadMap:
     more = Storage(name, (StateTensor(name, "bfloat16", Box(0, 0, ((4, 1, 1),)), buffer),))
     return msgspec.structs.replace(COMPLETE, storages=(*COMPLETE.storages, more))
-
-
-def learned(found: LoadMap, restores: bool = True, plan: Plan = PLAN, **config: Any) -> Comparison:
-    comparison = Comparison(SyncConfig(**config), Agreement(10.0, ranks=Ranks(0, (0,), (0,))), (0,), restores)
-    comparison.note(found)
-    comparison.learn(plan)
-    return comparison
 
 
 IN_PART = msgspec.structs.replace(with_one_more(True), moves=(*COMPLETE.moves, Move(1, 2, "bfloat16", Box(0, 0))))

@@ -172,10 +172,6 @@ def shard(
     return Shard(base, mine.clone if copied else lambda: mine, run=None if copied else mine, **more)
 
 
-def double(part: torch.Tensor, begin: int) -> torch.Tensor:
-    return part * 2 + begin
-
-
 def shards(rank: int, seed: int = 0) -> list[Shard]:
     generator = torch.Generator().manual_seed(10 * seed + rank)
 
@@ -188,7 +184,7 @@ def shards(rank: int, seed: int = 0) -> list[Shard]:
     return [
         shard("as-is", plain_run, "bfloat16", even),
         shard("cast", make(640), "bfloat16", even, unseen=40),
-        shard("merged", make(odd[rank]), "bfloat16", odd, merge=double),
+        shard("merged", make(odd[rank]), "bfloat16", odd, merge=lambda part, begin: part * 2 + begin),
         shard("kept", make(odd[rank]), "float32", odd),
         shard("other", make(640).to(torch.float16), "bfloat16", even),
         shard("whole", torch.arange(96), "int64", (96,)),

@@ -48,12 +48,6 @@ def text_of(page: Path) -> str:
     return GONE.sub("", page.read_text())
 
 
-def missing_paths(text: str, *folders: Path) -> list[str]:
-    """The paths in ``text`` that none of the folders has."""
-    named = sorted({path for path in PATH.findall(text) if not path.startswith("http") and path not in UPSTREAM})
-    return [path for path in named if not any((folder / path).exists() for folder in folders)]
-
-
 def heading_anchors(page: Path) -> set[str]:
     """The anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
@@ -63,7 +57,8 @@ def heading_anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize("page", [*PAGES, *sorted(PACKAGE.rglob("*.py"))], ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_a_page_or_a_docstring_names_exists(page: Path) -> None:
     text = text_of(page)
-    assert missing_paths(LINK.sub("", text), ROOT, PACKAGE, page.parent) == []
+    named = {path for path in PATH.findall(LINK.sub("", text)) if not path.startswith("http")} - {*UPSTREAM}
+    assert [path for path in named if not any((at / path).exists() for at in (ROOT, PACKAGE, page.parent))] == []
     for target in LINK.findall(text) if page.suffix == ".md" else ():
         name, _, anchor = target.partition("#")
         linked = (page.parent / name).resolve() if name else page

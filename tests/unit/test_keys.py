@@ -246,14 +246,10 @@ def test_a_line_says_what_has_no_effect(capsys: pytest.CaptureFixture[str]) -> N
     off, key, nccl = f"{SYNC}.enabled=False", f"{SYNC}.verify=7", f"{ROLL}.checkpoint_engine.backend=nccl"
     apart = f"weight sync on; to the separate rollout nccl moves the weights, without {key}"
     for program, overrides, line in (
-        *(
-            ("main_ppo", given, f"{driver.OFF}{said}")
-            for given, said in (([off], ""), ([off, key], f", without {key}"))
-        ),
-        *(
-            ("main_generation_server", [key], f"{driver.OFF}, without {key}"),
-            ("main_ppo", [*SEPARATE, nccl, key], apart),
-        ),
+        ("main_ppo", [off], driver.OFF),
+        ("main_ppo", [off, key], f"{driver.OFF}, without {key}"),
+        ("main_generation_server", [key], f"{driver.OFF}, without {key}"),
+        ("main_ppo", [*SEPARATE, nccl, key], apart),
     ):
         config_of(*overrides, program=program)
         assert capsys.readouterr().out.strip().partition("driver: ")[2] == line

@@ -10,7 +10,7 @@ import pytest
 from omegaconf import DictConfig
 from peft import IA3Config, LoraConfig, PromptTuningConfig, VeraConfig
 
-from fresh_process import python
+from fresh_process import said
 from hydra_run import config_of, refused, rollout_of
 
 MODEL = "actor_rollout_ref.model"
@@ -113,7 +113,7 @@ def test_either_way_gives_the_flat_keys(given: tuple[str, ...], expected: tuple[
 
 def test_without_lora_peft_is_not_imported(tmp_path: Path) -> None:
     code = "import sys, hydra_run; hydra_run.config_of(); print('peft' in sys.modules)"
-    assert python(tmp_path, code).stdout.splitlines()[-1] == "False"
+    assert said(tmp_path, code).splitlines()[-1] == "False"
 
 
 CANNOT = "SGLang cannot serve an adapter with "

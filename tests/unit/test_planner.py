@@ -17,12 +17,6 @@ SIZES = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "int64"}
 GARBAGE = 0xEE
 
 
-def chunk_lengths(rows: int, world: int, row: int) -> tuple[int, ...]:
-    """Elements per rank as ``torch.chunk`` cuts rows."""
-    step = max(-(-rows // world), 1)
-    return tuple(max(min(step, rows - rank * step), 0) * row for rank in range(world))
-
-
 def cut_into_views(draw: st.DrawFn, key: str, numel: int) -> tuple[View, ...]:
     """Views one after another, some padding between them, some aliased, some strided."""
     views: list[View] = []
@@ -63,7 +57,9 @@ def shared(draw: st.DrawFn) -> Model:
         itemsize = draw(st.sampled_from(sorted(SIZES)))
         match draw(st.sampled_from(["chunk", "arbitrary", "replicated"])):
             case "chunk":
-                lengths = chunk_lengths(draw(st.integers(0, 20)), world, draw(st.integers(1, 9)))
+                rows, row = draw(st.integers(0, 20)), draw(st.integers(1, 9))
+                step = max(-(-rows // world), 1)
+                lengths = tuple(max(min(step, rows - rank * step), 0) * row for rank in range(world))
             case "arbitrary":
                 lengths = tuple(draw(st.lists(st.integers(0, 60), min_size=world, max_size=world)))
             case _:

@@ -5,16 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from fresh_process import broken, first_in_path, other_plugin, python
+from fresh_process import broken, first_in_path, other_plugin, python, said
 
 LIMIT = 0.1  # seconds that importing the plugin may add to importing verl
-
-
-def said(folder: Path, code: str, **environment: str) -> str:
-    """The output of code in a fresh interpreter, which ends well."""
-    ended = python(folder, code, **environment)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
 
 
 def test_import_is_quick_and_light(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import verl_sync_plugin
-from fresh_process import python
+from fresh_process import said
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,5 +67,5 @@ def test_says_its_version_and_the_commit_that_it_was_built_from(wheel: zipfile.Z
     assert f"verl_sync_plugin-{verl_sync_plugin.__version__}-" in Path(wheel.filename or "").name
     wheel.extractall(tmp_path)
     code = "from verl_sync_plugin.cli import main; main(['--version'])"
-    said = python(tmp_path, code, PYTHONPATH=str(tmp_path)).stdout
-    assert said == f"verl-sync {verl_sync_plugin.__version__} (1a2b3c4d5e6f)\n"
+    expected = f"verl-sync {verl_sync_plugin.__version__} (1a2b3c4d5e6f)"
+    assert said(tmp_path, code, PYTHONPATH=str(tmp_path)) == expected
