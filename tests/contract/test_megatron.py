@@ -211,8 +211,7 @@ def test_a_model_whose_conversion_computes_goes_through_the_bridges_stream(check
 
 
 def twice_in_the_stream(engine: Any) -> None:
-    """A tensor that comes once more at the end, and the copy that the bridge makes of a tied embedding where a
-    checkpoint has both: neither has the stream learnt again."""
+    """Neither a tensor that comes once more at the end, nor the bridge's copy of a tied one, is learnt again."""
     stock, opened, tied = engine.get_per_tensor_param, 0, engine.model_config.hf_config.tie_word_embeddings
     reader = reader_of(engine)
 

@@ -133,8 +133,7 @@ def test_what_a_load_makes_lies_where_graphs_read_it(derives: bool, monkeypatch:
 
 
 class Folding(Pair):
-    """Folds a parameter into a buffer in its first forward, as SGLang's Gemma 4 does since 0.5.13, and keeps what it
-    makes of one by the size of an image, as its PaddleOCR-VL does since 0.5.20."""
+    """Keeps what forwards make of parameters, as SGLang's Gemma 4 does since 0.5.13, and PaddleOCR-VL since 0.5.20."""
 
     _scale_fused = False
 
