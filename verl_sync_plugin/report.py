@@ -38,7 +38,7 @@ METRICS: dict[Callable[[Iterator[float]], float], tuple[str, ...]] = {
         "buckets", "bucket_bytes", "tensors", "weight_version", "emptied_caches", "released_bytes", "peak_host_bytes",
         "coverage_expected", "coverage_missing", "activation_bytes", "not_comparable",
     ),
-    min: ("gigabytes_per_second", "in_place", "verified_tensors", "replayed_tensors"),
+    min: ("in_place", "verified_tensors", "replayed_tensors"),
 }  # fmt: skip
 
 _said: set[str] = set()  # what this process has said once
@@ -125,11 +125,6 @@ class SyncReport:
     @property
     def phase_seconds(self) -> float:
         return sum(self.stages.get(name, 0.0) for name in PHASE_STAGES)
-
-    @property
-    def gigabytes_per_second(self) -> float:
-        seconds = self.stages.get("update_weights", 0.0)
-        return self.nbytes / seconds / 1e9 if seconds else 0.0
 
     @property
     def in_place(self) -> bool:

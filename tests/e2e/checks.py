@@ -12,10 +12,7 @@ from verl_sync_plugin.rollouts.sglang.request import LOADER
 STAGES = ("sleep", "before", "resume_weights", "update_weights", "offload", "after", "barrier", "resume_kv", "phase")
 PHASE = {f"timing_s/sync/{name}" for name in STAGES}
 OUR_WORKER = "SyncActorRolloutRefWorker"
-COUNTS = {
-    f"sync/{name}"
-    for name in ("bytes", "gigabytes_per_second", "buckets", "tensors", "coverage_expected", "weight_version")
-}
+COUNTS = {f"sync/{name}" for name in ("bytes", "buckets", "tensors", "coverage_expected", "weight_version")}
 
 # Measured: bfloat16 noise below 0.001 and above 0.9995; stale weights 0.034 and 0.35, random ones 0.017 and 0.12
 MOST_DIFFERENCE = 5e-3

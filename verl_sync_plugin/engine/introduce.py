@@ -102,11 +102,11 @@ class Places:
         """Puts back what a load has put elsewhere. Raises ValueError for what has another shape or dtype there."""
         for owned, key, first in self._first:
             now = owned.get(key)
-            if now is None or now.is_meta or now.data_ptr() == first.data_ptr():
+            if not isinstance(now, torch.Tensor) or now.is_meta or first.is_meta or _place(now) == _place(first):
                 continue
             if (now.shape, now.dtype) != (first.shape, first.dtype):
                 raise ValueError(f"a load gives {key} another shape or dtype, and CUDA graphs read the earlier one")
-            first.copy_(now)
+            first.copy_(now.clone() if storage_of(now) == storage_of(first) else now)
             if isinstance(now, torch.nn.Parameter):
                 now.data = first
             else:
@@ -116,27 +116,18 @@ class Places:
 def introduce(
     model: EngineModel, sources: Sequence[SentTensor], owners: Mapping[str, str], device: torch.device
 ) -> tuple[LoadMap, Storages]:
-    """Finds a model's map. Overwrites parameters with marks, so a sync has to follow.
-
-    Args:
-        model: of this engine rank.
-        sources: all tensors of the sync, in the order in which they come.
-        owners: of tied tensors, which hold the same: whose.
-        device: where the model is.
-
-    Returns:
-        The map, and the model's storages.
-
-    Raises:
-        ValueError: the load cannot be recorded.
-        RuntimeError: there is no device memory for marks.
-        Exception: whatever the model raises when it loads them.
-    """
+    """Returns the map of an engine rank's model on ``device``, and its storages. Overwrites parameters with marks, so a
+    sync has to follow. ``sources``: all tensors of the sync, in the order in which they come; ``owners``: of tied
+    tensors, which hold the same: whose. Raises ValueError where the load cannot be recorded, RuntimeError where there
+    is no device memory for marks, and whatever the model raises when it loads them."""
+    places = Places(model.module)
     try:
-        return _Introduction(model, sources, owners, device).run()
+        return _Introduction(model, sources, owners, device, places).run()
     except torch.OutOfMemoryError as error:
         room = "Lower rollout.gpu_memory_utilization; rollout.multi_stage_wake_up=True, the default, makes room, too."
         raise RuntimeError(f"no device memory for a load of marks, which proves its map: {error}. {room}") from error
+    finally:
+        places.restore()
 
 
 def kept_in_fp8(model: EngineModel, sources: Sequence[SentTensor]) -> tuple[str, ...]:
@@ -148,15 +139,22 @@ def kept_in_fp8(model: EngineModel, sources: Sequence[SentTensor]) -> tuple[str,
     matrices = (each for each in sources if len(each.shape) == 2 and each.dtype.is_floating_point)
     offered = {each.name for each in matrices if each.name + SCALE not in sent}
     dry = [replace(source, dtype=FP8) if source.name in offered else source for source in sources]
-    kept = {write.name for write in record(model, dry).writes if write.target.dtype == FP8}
+    places = Places(model.module)
+    try:
+        kept = {write.name for write in record(model, dry).writes if write.target.dtype == FP8}
+    finally:
+        places.restore()
     return tuple(sorted(offered & kept))
 
 
 class _Introduction:
     def __init__(
-        self, model: EngineModel, sources: Sequence[SentTensor], owners: Mapping[str, str], device: torch.device
-    ) -> None:
+        self, model: EngineModel, sources: Sequence[SentTensor], owners: Mapping[str, str], device: torch.device,
+        places: Places,
+    ) -> None:  # fmt: skip
         self._model, self._sources, self._owners, self._device = model, sources, owners, device
+        # Also keeps them alive: else what a load allocates takes the identity of what it replaces
+        self._places = places
         self._by_number = sorted(sources, key=lambda source: source.name)
         self._numbers = {source.name: number for number, source in enumerate(self._by_number)}
         self._moves: list[Move] = []
@@ -168,8 +166,6 @@ class _Introduction:
     @torch.no_grad()
     def run(self) -> tuple[LoadMap, Storages]:
         model = self._model
-        # Also keeps them alive: else what a load allocates takes the identity of what it replaces
-        self._places = Places(model.module)
         before, storages = _lies(model.module), {name: storage_of(each) for name, each in model_tensors(model.module)}
         refreshed = {storage_of(copy): storage_of(weight) for weight, copy in model.refreshed}
         recording = record(model, self._sources)
@@ -443,14 +439,8 @@ def unturned(move: Move, flat: torch.Tensor) -> torch.Tensor:
 
 
 def in_box(flat: torch.Tensor, box: Box, dtype: str, of_source: bool) -> torch.Tensor:
-    """The elements of a box in flat memory (uint8), a view with its dimensions.
-
-    Args:
-        flat: all bytes of a tensor, or of a storage.
-        box: which.
-        dtype: of the elements.
-        of_source: the memory is the tensor's.
-    """
+    """The elements of a box, of ``dtype``, a view with its dimensions; ``flat``: all bytes (uint8) of a storage or,
+    ``of_source``, of a tensor."""
     typed = flat[: len(flat) // size_of(dtype) * size_of(dtype)].view(getattr(torch, dtype))
     steps = [d[1 if of_source else 2] for d in box.dims]
     first = box.source if of_source else box.target
@@ -530,9 +520,13 @@ def box_between(source: torch.Tensor, target: torch.Tensor) -> Box:
     return box_of(target.shape, source.stride(), target.stride(), *first)
 
 
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
 def _lies(module: torch.nn.Module) -> Lies:
     """Finds the place of every tensor of the model."""
-    return {name: (t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in model_tensors(module)}
+    return {name: _place(tensor) for name, tensor in model_tensors(module)}
 
 
 def _moved(before: Lies, after: Lies) -> set[str]:

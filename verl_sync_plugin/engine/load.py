@@ -106,6 +106,8 @@ class ModelLoad:
     def __init__(
         self, model: EngineModel, manifest: Manifest, device: torch.device, before: ModelLoad | None = None
     ) -> None:
+        if before is not None:
+            before._put_back()
         self._model, self.manifest, self.device = model, manifest, device
         self._numbers = numbers_of(manifest.buckets)
         self._entries = {entry.name: entry for bucket in manifest.buckets for entry in bucket}
@@ -114,13 +116,13 @@ class ModelLoad:
         self._owners = owners_of(manifest.buckets)
         model.sent = frozenset(self._names)
         self.map, self._storages, self._key = LoadMap(), Storages(model.module), LayoutKey(model)
-        self._places = Places(model.module)
+        self._places: Places | None = None  # while a load may put something elsewhere
         self._layout: Layout | None = None
         self._now: Layout | None = None
         self.replayed, self.is_new = 0, False
         if before is not None and before._shapes() == self._shapes():
             self.is_new = before.is_new
-            self.map, self._storages, self._places = before.map, before._storages, before._places
+            self.map, self._storages = before.map, before._storages
             self._key, self._layout = before._key, before._layout
         self._compiled = False
         self._live: tuple[tuple[str, ...], Memory, tuple[Prepared, Prepared], list[QuantizeTable]] | None = None
@@ -130,14 +132,18 @@ class ModelLoad:
 
     def note_layout(self) -> None:
         """While there is time: looks where the model's parameters are, for ``begin``."""
+        self._put_back()
         self._now = self._key.now()
 
     def begin(self) -> None:
         """Before a sync is loaded: finds out what the model does with the tensors, where that is not known or its
         parameters have moved; then they hold rubbish, so the sync has to be loaded. Writes constants."""
+        self._put_back()
         now, self._now = self._now or self._key.now(), None
         if self._layout is None or now != self._layout:
             self._introduce()
+        if self.map.own_load or self.map.derives:
+            self._places = Places(self._model.module)
         if not self._compiled:
             self._compile()
         self._read_sums.zero_()
@@ -147,14 +153,17 @@ class ModelLoad:
             view.copy_(bits)
         self._assembler = Assembler(frozenset(self._names), self._model.fused_pairs if self.map.own_load else ())
 
+    def _put_back(self) -> None:
+        """Puts back what a load has put elsewhere, also one that failed."""
+        if self._places is not None:
+            self._places.restore()
+        self._places = None
+
     def _introduce(self) -> None:
         numbers = self._numbers
         owners = {name: self._names[self._owners[number]] for name, number in numbers.items()}
-        self._places = Places(self._model.module)
         sources = [SentTensor.of(entry) for entry in self._entries.values()]
-        in_fp8 = kept_in_fp8(self._model, sources)
-        self._places.restore()
-        if in_fp8:
+        if in_fp8 := kept_in_fp8(self._model, sources):
             rows, columns = self._model.fp8_block
             self.map = LoadMap(fp8=tuple((numbers[name], rows, columns) for name in in_fp8))
         else:
@@ -234,12 +243,8 @@ class ModelLoad:
 
     # ----------------------------------------------------------------------------------------------------- the load
     def load(self, index: int, slots: Sequence[torch.Tensor]) -> None:
-        """Loads one bucket; copies may still run when it returns.
-
-        Args:
-            index: number of the bucket.
-            slots: the one it is in, or one per segment; uint8.
-        """
+        """Loads bucket number ``index`` from the slot that it is in, or from one per segment (uint8); copies may still
+        run when it returns."""
         memory = BucketMemory(slots, self.manifest.segments[index], self.manifest.worlds[index])
         copies, reads = self._ready[index]
         copies.run(memory, self._read_sums)
@@ -268,16 +273,9 @@ class ModelLoad:
         return next((f"{name} is copied through scratch memory" for name in self._by_scratch), "")
 
     def load_in_place(self, lives: Sequence[Live], place: int, regions: Regions) -> None:
-        """Loads everything from where the trainer ranks hold it; copies may still run when it returns.
-
-        Args:
-            lives: of all ranks of the group.
-            place: which of them is on this device.
-            regions: has mapped them.
-
-        Raises:
-            ValueError: they do not hold what the manifest says.
-        """
+        """Loads everything from where the trainer ranks hold it; copies may still run when it returns. ``lives``: of
+        all ranks of the group, mapped by ``regions``; ``place``: which of them is on this device. Raises ValueError where
+        they do not hold what the manifest says."""
         keys = tuple(live.key for live in lives)
         if self._live is None or self._live[0] != keys:
             found = [region for live in lives for region in live.regions]
@@ -336,8 +334,7 @@ class ModelLoad:
         self._assembler.finish()
         if self.map.derives and not self.map.own_load:  # an own load has derived by itself
             self._model.derive_after_load()
-        if self.map.derives or self.map.own_load:
-            self._places.restore()
+        self._put_back()
         self._model.refresh_copies()
 
     # ----------------------------------------------------------------------------------------------- what is reported
@@ -571,16 +568,8 @@ def _repeated(flat: torch.Tensor, first: int, step: int, piece: Run) -> torch.Te
 
 @torch.no_grad()
 def refuse_rearranged(model: EngineModel, device: torch.device) -> None:
-    """Does again what the engine does to parameters that it has loaded: after a sync, which does not, it must change
-    none.
-
-    Args:
-        model: of this engine rank, after a sync.
-        device: where the model is.
-
-    Raises:
-        ValueError: it changes some or moves them; names these and the remedy.
-    """
+    """After a sync, does again what the engine does to parameters that it has loaded. Raises ValueError, with names and
+    the remedy, where it changes or moves any, for a sync does not."""
     key, storages = LayoutKey(model), Storages(model.module)
     layout, before = key.now(), _hashes(storages, device)
     model.after_load()

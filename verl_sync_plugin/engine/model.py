@@ -86,8 +86,8 @@ class EngineModel(ABC):
         return
 
     def after_load(self) -> None:
-        """Does what the engine does to parameters of a checkpoint, and after no sync. The first sync of a layout calls
-        it, and fails where it changes any."""
+        """Does what the engine does to parameters of a checkpoint, and not after a sync. The first one by a load map
+        calls it, and fails where it changes any."""
         return
 
     def layout_token(self) -> tuple[object, ...]:

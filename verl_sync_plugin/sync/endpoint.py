@@ -192,7 +192,7 @@ class EngineConnection:
         seconds, name = self._seconds, self._endpoint.name
         deadline, refusal = time.monotonic() + seconds, ""
         missing = bool(self._endpoint.ranks)  # the engine rank, where this rank has one
-        waiting, again, refused, told = 1, False, 0, 0
+        waiting, again, refused, heard = 1, False, 0, 0
         while waiting:
             with self._agreement.attempt():
                 if missing and not self._agreement.failed and (channel := self._accept()) is not None:
@@ -207,7 +207,7 @@ class EngineConnection:
                         f"the engine did not connect within {KEY_PREFIX}.timeout_seconds={seconds:g}; see {name}'s log"
                     )
             votes = [missing, bool(refusal), news()]
-            waiting, refused, told = self._agreement.vote("connecting to the engine", list(map(int, votes))).tolist()
+            waiting, refused, heard = self._agreement.vote("connecting to the engine", list(map(int, votes))).tolist()
             again = True
         if refused:
             texts = self._agreement.gather("asking why the way is refused", refusal)
@@ -215,7 +215,7 @@ class EngineConnection:
         with self._agreement.attempt():
             if self._endpoint.leader:
                 self._endpoint.flush_after_load()
-        return bool(told)
+        return bool(heard)
 
     async def give_up(self, why: str) -> None:
         """Ends the sync whatever its state: the engine leaves the load, and generates nothing until one succeeds."""

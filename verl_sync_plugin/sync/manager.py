@@ -102,7 +102,7 @@ class ShardingManager(BaseShardingManager):
         self._senders: tuple[int, ...] = ()  # of all ranks, where they are separate
         self.keeps_staging = True
         self._bucket_bytes = bucket_bytes
-        self._base_sent = False
+        self._base_sent = self._news = False  # the last: a load map came since the last sync that ended well
         self._adapter: ServedAdapter | None = None
 
     def open_source(self) -> ParameterSource:
@@ -215,6 +215,7 @@ class ShardingManager(BaseShardingManager):
                 with stage("connect"):
                     greet = partial(self._greet, way, sync)
                     news = await self.connection.connect(greet, lambda: not self.comparison.knows(sync.plan))
+                    self._news |= news
                     if wake_tags:
                         with self.agreement.attempt():
                             note_device_memory(self.report, self._device, "weights")
@@ -224,7 +225,8 @@ class ShardingManager(BaseShardingManager):
                 way.run(sync)  # the transfer
                 with stage("commit"):
                     await self._commit(sync, way)
-                self.cadence.note(sync.plan.digest, restarts=news and not sync.verified)
+                self.cadence.note(sync.plan.digest, restarts=self._news and not sync.verified)
+                self._news = False
         finally:  # hangs up, and drops every reference to the trainer's parameters
             self.sender.hang_up()
             if self.source is not None:

@@ -96,7 +96,7 @@ class Reach:
 
 
 class Way(ABC):
-    """Lives as long as the run. For each sync the ranks vote for a way; then all of them call ``fill``, ``greet``,
+    """Lives as long as the run. For each sync the ranks vote for a way; then all of them call ``fill``, ``handshake``,
     ``run`` and ``close``. What is collective raises SyncError on all ranks where any has failed. Arguments are those of
     ``Ways``, and its ``reach``."""
 

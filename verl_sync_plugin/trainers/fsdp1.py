@@ -47,7 +47,9 @@ class FSDP1Source(ParameterSource):
             for own, buffer in module.named_buffers(recurse=False):
                 if own not in module._non_persistent_buffers_set:
                     self._buffers[clean_name(_join(name, own))] = buffer
-        return shards + self._buffer_source.shards()
+        shards += self._buffer_source.shards()
+        self._buffers = {}
+        return shards
 
     def _flat_parameter(self, unit: str, handle: Any) -> Iterator[Shard]:
         flat = handle.flat_param

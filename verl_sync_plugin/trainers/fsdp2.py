@@ -48,7 +48,7 @@ class StateDictSource(ParameterSource):
         return [self._shard(names, state[names[0]]) for names in _tied(state)]
 
     def _shard(self, names: list[str], tensor: torch.Tensor) -> Shard:
-        held = _local(tensor)
+        held = local(tensor)
         layout: object = tensor._spec if isinstance(tensor, DTensor) else (tensor.shape, tensor.dtype)
         known = self._known.get(names[0])
         if known is None or (known.layout is not layout and known.layout != layout) or known.names != names:
@@ -93,13 +93,13 @@ def cut(tensor: DTensor) -> bool | None:
     return sharded if known else None
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    local = _local(tensor)
-    return local.untyped_storage()._cdata, local.storage_offset(), tuple(tensor.shape), local.stride()
+    held = local(tensor)
+    return held.untyped_storage()._cdata, held.storage_offset(), tuple(tensor.shape), held.stride()
 
 
 def _tied(state: State) -> list[list[str]]:

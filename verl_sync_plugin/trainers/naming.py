@@ -33,7 +33,8 @@ def unsaved_of(model: Any) -> frozenset[str]:
 
 def tied_head(config: Mapping[str, Any]) -> frozenset[str]:
     """The head's name where a model's config ties it to the embedding, and a checkpoint has it once."""
-    tied = (config.get("text_config") or config).get("tie_word_embeddings")
+    key = "tie_word_embeddings"
+    tied = config.get(key, (config.get("text_config") or {}).get(key))
     return frozenset(("lm_head.weight",) if tied else ())
 
 

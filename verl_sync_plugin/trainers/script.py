@@ -16,8 +16,9 @@ from verl_sync_plugin.config.settings import TRAINERS
 from verl_sync_plugin.layout.tensors import Shard
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.trainers.fsdp import FSDP1Trainer, FSDP2Trainer
-from verl_sync_plugin.trainers.fsdp2 import StateDictSource, cut
+from verl_sync_plugin.trainers.fsdp2 import State, StateDictSource, cut, local
 from verl_sync_plugin.trainers.naming import Naming, tied_head, verl_rewrite
+from verl_sync_plugin.transport.agreement import Agreement
 
 Trained = torch.nn.Module | Mapping[str, torch.Tensor]
 STATE_DICT = "state dict"
@@ -97,22 +98,34 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 class MadeForOneSync(StateDictSource):
-    """A state dict whose tensors the script may have made for this sync alone, also one of a tied end for each name."""
+    """A state dict whose tensors the script may have made for this sync alone, also a tied end once for each name."""
+
+    _left_out: frozenset[str] = frozenset()
 
     @property
     def readable_in_place(self) -> bool:
         """False: the engine maps what it reads so until the next sync, and freed memory would not come back."""
         return False
 
+    def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
+        """The ranks tell each other if a copy of a tied end is none."""
+        if tied := self._naming.unsaved:
+            differ = agreement.any("comparing tied ends", lambda: _differ(dict(self._given()), tied))
+            self._left_out = frozenset() if differ else tied
+        return self
+
     def shards(self) -> list[Shard]:
-        shards = super().shards()
-        ends = [each for each in shards if each.base.key.endswith("embed_tokens.weight")]
-        copy = [each for each in shards if each.base.key in self._naming.unsaved and ends and _equal(each, ends[0])]
-        return [each for each in shards if each not in copy]
+        return [each for each in super().shards() if not {view.name for view in each.base.views} <= self._left_out]
 
 
-def _equal(one: Shard, other: Shard) -> bool:
-    return one.local().shape == other.local().shape and torch.equal(one.local(), other.local())
+def _differ(state: State, tied: Iterable[str]) -> bool:
+    """True if a tied end holds other bytes than every embedding."""
+    ends = [_bytes(tensor) for name, tensor in state.items() if name.endswith("embed_tokens.weight")]
+    return not all(any(torch.equal(_bytes(state[name]), end) for end in ends) for name in tied if name in state)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return local(tensor).detach().contiguous().view(torch.uint8)
 
 
 class ScriptTrainer(TrainerBackend):

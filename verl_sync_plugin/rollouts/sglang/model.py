@@ -62,6 +62,9 @@ class SGLangModel(EngineModel):
         self._copies_tied = copies_tied(module)
         _name_wrapped(module)
         self._routers = [(each, name) for each in module.modules() for name in ROUTER_COPIES if hasattr(each, name)]
+        self._folding = [each for each in module.modules() if hasattr(each, "_scale_fused")]
+        # PaddleOCR-VL's, by the size of an image
+        self._caching = [each for each in module.modules() if hasattr(each, "cache_position_embedding")]
         self._norms = [(each, each._buffers[NORM_COPY]) for each in module.modules() if NORM_COPY in each._buffers]
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -118,12 +121,12 @@ class SGLangModel(EngineModel):
         for module, name in self._routers:
             if (copy := getattr(module, name)) is not None:  # not before the first forward
                 copy.copy_(ROUTER_COPIES[name](module))
-        for module in self._model.modules():
-            if getattr(module, "_scale_fused", False):
+        for module in self._folding:
+            if module._scale_fused:
                 module.fuse_scale()
-            if seen := getattr(module, "cache_position_embedding", None):  # PaddleOCR-VL's, by the size of an image
-                seen.clear()
-                module.cache_position_count.clear()
+        for module in self._caching:
+            module.cache_position_embedding.clear()
+            module.cache_position_count.clear()
         for module, first in self._norms:
             module._buffers[NORM_COPY] = torch.add(module.weight, 1.0, out=first)
 
