@@ -274,8 +274,8 @@ class ModelLoad:
 
     def load_in_place(self, lives: Sequence[Live], place: int, regions: Regions) -> None:
         """Loads everything from where the trainer ranks hold it; copies may still run when it returns. ``lives``: of
-        all ranks of the group, mapped by ``regions``; ``place``: which of them is on this device. Raises ValueError where
-        they do not hold what the manifest says."""
+        all ranks of the group, mapped by ``regions``; ``place``: which of them is on this device. Raises ValueError
+        where they do not hold what the manifest says."""
         keys = tuple(live.key for live in lives)
         if self._live is None or self._live[0] != keys:
             found = [region for live in lives for region in live.regions]
