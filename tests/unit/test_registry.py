@@ -16,6 +16,7 @@ from verl_sync_plugin import sharding_manager
 from verl_sync_plugin.config.settings import SHORT_BUCKET_KEY
 from verl_sync_plugin.errors import RegistryConflictError
 from verl_sync_plugin.hooks.driver import SyncRolloutConfig
+from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
 from verl_sync_plugin.sharding_manager import get_sharding_manager, register_sharding_manager
 from verl_sync_plugin.sync.manager import ShardingManager
 
@@ -31,6 +32,13 @@ class Theirs(Mine):
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharding_manager, "_managers", dict(sharding_manager._managers))
+
+
+def test_a_separate_rollout_refuses_a_manager_whose_source_it_would_not_open() -> None:
+    register_sharding_manager(trainer="mine", rollout="sglang")(Mine)
+    engine: Any = SimpleNamespace(_membership=SimpleNamespace(ranks=()), _rollout="sglang")
+    with pytest.raises(ValueError, match=r"Mine has no backend, .* Name a TrainerBackend"):
+        SyncCheckpointEngine._make_manager(engine, SimpleNamespace(trainer="mine"))  # type: ignore[arg-type]
 
 
 def test_one_class_for_a_pair_and_any_number_of_pairs_for_a_class() -> None:

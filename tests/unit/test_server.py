@@ -223,17 +223,12 @@ async def test_a_sync_that_is_given_up_while_requests_end_is_not_loaded(load: st
 
 async def test_an_adapter_is_looked_at_where_it_lies(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang says that it has loaded one of which it has left factors out."""
-    server, asked = make(Manager()), list[str]()
-    monkeypatch.setattr(compat, "replace_adapter", AsyncMock(side_effect=lambda *_: asked.append("replaced")))
-
-    async def ask_ranks(loader: str, adapter: str, sent: Any) -> list[str]:
-        asked.append(adapter)
-        return ["no q_proj" if adapter else ""]
-
-    monkeypatch.setattr(server, "ask_ranks", ask_ranks)
+    server, replaced = make(Manager()), AsyncMock()
+    monkeypatch.setattr(compat, "replace_adapter", replaced)
+    monkeypatch.setattr(server, "ask_ranks", AsyncMock(side_effect=[[""], ["no q_proj"]]))  # before it and after
     with pytest.raises(ValueError, match="no q_proj"):
         await server.load_adapter({}, b"", [("q_proj", 1, 1)], "7")
-    assert asked[-2] == "replaced"
+    replaced.assert_awaited_once()
 
 
 async def test_a_released_cache_is_not_flushed_after_a_load(make: Make) -> None:

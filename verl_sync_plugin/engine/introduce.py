@@ -83,8 +83,8 @@ class Storages:
 
 
 class Places:
-    """Where a model's tensors lie, and tensors that its modules keep as attributes, of which a load computes some: CUDA
-    graphs read them there."""
+    """Remembers where a model's tensors lie, those that its modules keep as attributes among them. CUDA graphs read
+    them there, and a load may compute some elsewhere."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         weights = {storage_of(parameter) for parameter in module.parameters()}
@@ -105,7 +105,7 @@ class Places:
             if not isinstance(now, torch.Tensor) or now.is_meta or first.is_meta or _place(now) == _place(first):
                 continue
             if (now.shape, now.dtype) != (first.shape, first.dtype):
-                raise ValueError(f"a load gives {key} another shape or dtype, and CUDA graphs read the earlier one")
+                raise ValueError(f"a load gives {key!r} another shape or dtype. To train this model, {TURN_OFF}.")
             first.copy_(now.clone() if storage_of(now) == storage_of(first) else now)
             if isinstance(now, torch.nn.Parameter):
                 now.data = first

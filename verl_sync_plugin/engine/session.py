@@ -261,7 +261,7 @@ class Running:
 
 
 def _unknown(hello: Hello, load: ModelLoad) -> LoadMap | None:
-    """What the model does with the tensors, if the trainer rank does not know it."""
+    """Returns the load map, if the trainer rank does not know it."""
     return None if hello.map == load.map.digest else load.map
 
 

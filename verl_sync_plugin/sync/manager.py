@@ -395,9 +395,9 @@ class ShardingManager(BaseShardingManager):
 
     def gather_adapter(self) -> tuple[Mapping[str, Any], Callable[[], Factors]]:
         """Collective: returns the adapter as ``deliver`` takes it, which is on a rank that has a trainer."""
-        what = "gathering the adapter"
+        assert self.trainer is not None, "its adapter is served"
+        what, dtype = "gathering the adapter", self.trainer.policy.dtype
         adapter = self._adapter = self._adapter or self._own.step("opening the adapter", self.open_adapter)
-        dtype = self.trainer.policy.dtype if self.trainer is not None else torch.bfloat16
         run = gathered(adapter, f"adapter {self._own.new_name()}", dtype, self.config.timeout_seconds)
         with self.report.stage("gather"):
             factors = self._own.run(what, run) or {}

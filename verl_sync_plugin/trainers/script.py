@@ -110,7 +110,7 @@ class MadeForOneSync(StateDictSource):
     def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
         """The ranks tell each other if a copy of a tied end is none."""
         if tied := self._naming.unsaved:
-            differ = agreement.any("comparing tied ends", lambda: _differ(dict(self._given()), tied))
+            differ = agreement.any("comparing tied ends", lambda: _differ(self._given(), tied))
             self._left_out = frozenset() if differ else tied
         return self
 
@@ -120,7 +120,7 @@ class MadeForOneSync(StateDictSource):
 
 def _differ(state: State, tied: Iterable[str]) -> bool:
     """True if a tied end holds other bytes than every embedding."""
-    ends = [_bytes(tensor) for name, tensor in state.items() if name.endswith("embed_tokens.weight")]
+    ends = [_bytes(state[name]) for name in state if name.endswith("embed_tokens.weight")]
     return not all(any(torch.equal(_bytes(state[name]), end) for end in ends) for name in tied if name in state)
 
 
