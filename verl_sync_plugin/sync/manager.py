@@ -396,8 +396,8 @@ class ShardingManager(BaseShardingManager):
     def gather_adapter(self) -> tuple[Mapping[str, Any], Callable[[], Factors]]:
         """Collective: returns the adapter as ``deliver`` takes it, which is on a rank that has a trainer."""
         assert self.trainer is not None, "its adapter is served"
-        what, dtype = "gathering the adapter", self.trainer.policy.dtype
         adapter = self._adapter = self._adapter or self._own.step("opening the adapter", self.open_adapter)
+        what, dtype = "gathering the adapter", self.trainer.policy.dtype
         run = gathered(adapter, f"adapter {self._own.new_name()}", dtype, self.config.timeout_seconds)
         with self.report.stage("gather"):
             factors = self._own.run(what, run) or {}
