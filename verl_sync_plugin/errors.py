@@ -19,7 +19,7 @@ class SyncError(RuntimeError):
 
 
 class HalfWrittenError(RuntimeError):
-    """A rollout engine has no whole weights: its last sync failed, or none has come. The next one ends that."""
+    """A rollout engine's weights may be half written: its last sync failed, or has not ended in time."""
 
 
 class RankLostError(SyncError):

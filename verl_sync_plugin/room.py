@@ -148,7 +148,7 @@ def measured(
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Puts Python's cyclic garbage collector off; what is counted down to zero goes as ever."""
+    """Switches Python's cyclic garbage collector off; reference counting still frees objects."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -185,8 +185,8 @@ class Comparison:
         if not self.compared and self._config.verify not in ("first", "never"):
             name, why = next(iter(self.left_out.items()), ("nothing was sent", "nothing to compare"))
             raise ValueError(
-                f"{KEY_PREFIX}.verify={self._config.verify}, and nothing of what the engine holds can be compared: "
-                f"{name} ({why}). {KEY_PREFIX}.verify=first says so without failing."
+                f"{KEY_PREFIX}.verify={self._config.verify}, but nothing that the engine holds can be compared: "
+                f"{name} ({why}). Set {KEY_PREFIX}.verify=first, which only logs this."
             )
 
     def _say(self, text: str) -> None:
@@ -195,7 +195,7 @@ class Comparison:
             say(text)
 
     def _say_what_is_compared(self, found: LoadMap) -> None:
-        self._say(f"of {len(self._names)} tensors sent {len(self.compared)} can be compared in the engine's parameters")
+        self._say(f"{len(self.compared)} of {len(self._names)} tensors sent can be compared to the engine's parameters")
         for line in by_reason("not comparable", self.left_out.items()):
             self._say(line)
         if unproven := unwritten(msgspec.structs.replace(found, own_writes=())):
@@ -227,8 +227,8 @@ class Comparison:
         if held and (names := self._unequal(sent, held[0], self._held.times)):
             raise SyncError(
                 f"weight sync failed: the engine's parameters do not hold what was sent of "
-                f"{some(names)}. They were changed while they were copied or after it, or a "
-                f"copy went elsewhere. Trainer weights are unchanged. {KEY_PREFIX}.verify=never stops comparing."
+                f"{some(names)}. They were changed while they were copied or after it, or a copy "
+                f"went to the wrong place. Trainer weights are unchanged. {KEY_PREFIX}.verify=never stops comparing."
             )
 
     def _unequal(self, sent: torch.Tensor, found: torch.Tensor, times: torch.Tensor) -> list[str]:
@@ -295,8 +295,8 @@ def refuse_changed(changed: Sequence[str]) -> None:
 
 
 def times_sent(plan: Plan, world: int) -> torch.Tensor:
-    """Counts the trainer's ranks that hash each byte of each tensor when they pack it: in every group one of what it
-    shares out, every rank of what it holds whole."""
+    """Counts the trainer's ranks that hash each byte of a tensor when they pack it: one in every group that shares the
+    tensor out, and every rank where each holds it whole."""
     times = {entry.name: world // bucket.world for bucket in plan.buckets for entry in bucket.entries}
     return torch.tensor(
         [times[name] for name in numbers_of(bucket.entries for bucket in plan.buckets)], dtype=torch.int64

@@ -66,7 +66,7 @@ def story(case: Case, config: Any, tp: int) -> None:
         assert report.buckets > SLOTS and report.replayed_tensors > 0, report
         assert report.delivery == ("broadcast" if several else "staged")
         check_order(events, report, world)
-    why = "not staged alone: ranks that share out the model are on several hosts"
+    why = "slots cannot be read where they were packed: ranks that share out the model are on several hosts"
     assert said.getvalue().count("delivery is") == (rank == 0), said.getvalue()
     assert said.getvalue().count(why) == (several and rank == 0), said.getvalue()
 

@@ -81,7 +81,7 @@ def test_every_reason_is_said_however_many_tensors_have_another(capsys: pytest.C
 @pytest.mark.parametrize("verify", ["always", 10])
 def test_syncs_of_which_nothing_can_be_compared_are_not_called_verified(verify: str | int) -> None:
     nothing = msgspec.structs.replace(COMPLETE, unplaced=((0, "its load lays b out again"), (1, "too")))
-    with pytest.raises(SyncError, match=rf"verify={verify}, and nothing .* compared: a \(its load lays"):
+    with pytest.raises(SyncError, match=rf"verify={verify}, but nothing .* compared: a \(its load lays"):
         learned(nothing, verify=verify)
     learned(nothing)
     learned(COMPLETE, verify=verify)

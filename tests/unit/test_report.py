@@ -236,7 +236,7 @@ def test_of_several_runs_in_a_file_the_last(tmp_path: Path, capsys: pytest.Captu
     file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
     page = page_of(file)
     assert len(page.cells["syncs"]) == 4 and "run 3 of 3" in page.text
-    named = f"no JSON: {file}:11, {file}:12"
+    named = f"not JSON: {file}:11, {file}:12"
     assert named in page.text and named in capsys.readouterr().out, "a line cut short, and one with NaN"
     page = page_of(file, "--run", "2")
     assert [cells[0] for cells in page.cells["syncs"][1:]] == ["4", "5"]

@@ -50,7 +50,7 @@ TRIED_SGLANG = ">=0.5.12,<=0.5.23,!=0.5.15,!=0.5.16,!=0.5.17,!=0.5.18,!=0.5.19" 
 # What the plugin is made for, what of that its tests ran with, and the remedy for anything else
 RANGES = {
     "verl": (">=0.9,<0.11", ">=0.9,<=0.9.1", "pip install verl==0.9.1"),
-    "sglang": (">=0.5.12", TRIED_SGLANG, "pip install sglang==0.5.12, which verl 0.9.1 names itself"),
+    "sglang": (">=0.5.12", TRIED_SGLANG, "pip install sglang==0.5.12, the version that verl 0.9.1 pins"),
 }
 ALLOCATOR_VARIABLES, CUMEM = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), "NCCL_CUMEM_ENABLE"
 SHM, LEAST_SHM_GIB = Path("/dev/shm"), 1.0  # Docker gives 64 MiB; NCCL and Ray's object store need more
@@ -78,7 +78,7 @@ ok, warning, problem = (partial(finding, level) for level in LEVELS)
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "doctor",
-        help="whether the plugin is active in this environment, and what of the machine stands in its way",
+        help="check whether the plugin is active in this environment, and what on this machine stands in its way",
         description="Loads every hook in a fresh process as verl would, and looks at GPUs, variables and limits. Each "
         "finding that is not ok has a remedy. The exit code is 1 where there is a problem, else 0.",
     )
@@ -144,14 +144,14 @@ def check_versions(versions: Versions, imported: str | None) -> Iterator[Finding
             continue
         code = imported if package == "verl" and imported else version
         if len({canonicalize_version(each).partition("+")[0] for each in (version, code)}) > 1:  # but for local labels
-            text = f"the metadata of {package} say {version}, and the code that is imported says {code}"
+            text = f"the metadata of {package} says {version}, but the code that is imported says {code}"
             yield problem(check, text, f"keep one installation of {package}: {remedy}")
         if not _within(accepted, version):
             least, _, below = accepted.removeprefix(">=").partition(",<")
             needed = f"{package} {least} or newer" + (below and f", and older than {below},")
             yield problem(check, f"{package} {version}: {needed} is needed", remedy)
         elif not _within(tried, version):
-            text = f"{package} {version} is within {accepted}, and was not tried ({package}{tried} was)"
+            text = f"{package} {version} is within {accepted}, but was not tested ({package}{tried} was)"
             yield warning(check, text, f"run a few steps and look at sync/coverage_missing, or {remedy}")
         else:
             yield ok(check, f"{package} {version}")
@@ -262,7 +262,7 @@ def check_machine(read: Mapping[str, Any], on_cpu: bool) -> Iterator[Finding]:
         remedy = "run the doctor on a node with GPUs, or with --ray on all of a cluster; VERL_PLATFORM=cpu is for CPUs"
         yield warning("gpu", "no GPU and no driver on this machine: fine for a node that only starts runs", remedy)
     elif not read["torch_device"]:
-        text = "there is a driver, and torch is a build without CUDA"
+        text = "there is a driver, but torch is a build without CUDA"
         yield problem("gpu", text, "install the torch that SGLang names, a build with CUDA")
     else:
         text = f"there is a driver, and torch with CUDA {read['torch_device']} sees no GPU"

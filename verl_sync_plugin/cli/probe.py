@@ -51,7 +51,7 @@ def probe(overrides: Sequence[str]) -> dict[str, Any]:
         if said := [line for line in spoken.getvalue().splitlines() if "verl-sync-plugin cannot be loaded" in line]:
             found = [_split("import", said[-1], REINSTALL)]
         elif versions["verl"]:  # where it is not, its version says so
-            remedy = "mend that first: python -c 'import verl'"
+            remedy = "fix that first: python -c 'import verl'"
             found = [problem("import", f"verl cannot be imported: {_one_line(error)}", remedy)]
     else:
         if "verl_sync_plugin.plugin" in sys.modules:
@@ -168,7 +168,7 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
         if line.startswith(OFF) and turned_off:
             found = [warning(check, line, f"leave out {KEY_PREFIX}.enabled=False for the plugin to move them")]
         elif line == OFF:
-            found = [ok(check, f"{line}, as without the plugin: this run has none that the plugin moves")]
+            found = [ok(check, f"{line}, as without the plugin: this run has no weights for the plugin to move")]
         elif line.startswith(OFF):
             found = [warning(check, line, "leave these keys out, which have no effect in this run")]
         elif line.startswith(NOT_IN_USE):

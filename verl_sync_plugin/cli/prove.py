@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{model}: no folder with a config.json; download the checkpoint and name its folder")
     if str(tp) != (world := os.environ.get("WORLD_SIZE", "1")):
         raise ValueError(
-            f"--tp {tp} with WORLD_SIZE={world}: start as many as the engine has ranks, with torchrun "
+            f"--tp {tp} with WORLD_SIZE={world}: start one process per engine rank, with torchrun "
             f"--nproc-per-node {tp} -m verl_sync_plugin.cli prove {model} --tp {tp}"
         )
     import torch

@@ -157,7 +157,7 @@ def read_run(path: Path, number: int | None = None) -> Run:
     if not 1 <= chosen <= len(runs):
         raise ValueError(f"{path}: no run {chosen} in it, it holds {len(runs)}; use --run 1 to {len(runs)}")
     source = f"run {chosen} of {len(runs)} in {', '.join(map(str, files))}"
-    return Run(runs[chosen - 1], f"{source}; left out, for they are no JSON: {', '.join(unread)}" if unread else source)
+    return Run(runs[chosen - 1], f"{source}; skipped, not JSON: {', '.join(unread)}" if unread else source)
 
 
 def _line(text: str, place: str) -> Report | str | None:

@@ -28,7 +28,7 @@ MODE_KEY = "trainer.v1.trainer_mode"
 SEPARATE_ASYNC = "separate_async"
 SIZES = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
 OWN_GPUS = ("nnodes", "n_gpus_per_node")  # words from the environment, too: colocated runs do not read them
-NO_QAT = "weight sync does not quantize"
+NO_QAT = "weight sync does not serve quantization-aware training"
 LATE = ("override_ddp_config.overlap_param_gather=True", "verl syncs before parameters are gathered", "Set it to False")
 COLOCATED_MODES = ("sync", "colocate_async")  # with these verl syncs by its backend ``naive``, whatever is set
 BACKEND_KEY = f"{ROLLOUT}.checkpoint_engine.backend"
@@ -122,7 +122,7 @@ def refuse_combinations(config: Any, moves: bool) -> None:
         # with too few verl would start no engine, and say nothing
         few = f"the rollout has {gpus} GPUs of its own, and one engine needs {needed} ({', '.join(SIZES)})"
         none, both = "the rollout has no GPUs of its own", f"for example {where}.nnodes=1 {where}.n_gpus_per_node=4"
-        shares = "the backend is for a rollout on GPUs of its own, which this trainer has not"
+        shares = "the backend needs a rollout on GPUs of its own, which this trainer does not have"
         legacy = v1 and not trainer.get("use_v1", True)
         other = "trainer.use_v1=False" if legacy else f"{MODE_KEY}={mode}"
         instead = f"Set trainer.use_v1=True and {MODE_KEY}={SEPARATE_ASYNC}, or {BACKEND_KEY}=naive"
@@ -143,7 +143,7 @@ def refuse_combinations(config: Any, moves: bool) -> None:
         quantizes = OmegaConf.select(config, f"{ACTOR}.{engine}.qat.enable")
         refuse_first(f"{ACTOR}.{engine}.", (quantizes, qat, NO_QAT, "Set it to False"), (late, *LATE))
     if moves and served:
-        base = "of an adapter that the engine serves only the base is compared"
+        base = "where the engine serves the adapter, only the base is compared"
         refuse_first(
             f"{KEY_PREFIX}.verify={sync.verify!r} with ",
             (sync.verify not in ("never", "first"), adapter, base, f"Set {KEY_PREFIX}.verify=first, or {merged}"),
@@ -152,7 +152,7 @@ def refuse_combinations(config: Any, moves: bool) -> None:
         key, compares = f"{KEY_PREFIX}.max_probs_diff", "verl compares no probabilities of engine and trainer"
         logs = rollout.get("calculate_log_probs", False)
         bypasses = OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")
-        sees, use_v1 = "the plugin sees the metrics of these alone", v1 and trainer.get("use_v1", True)
+        sees, use_v1 = "the plugin sees only their metrics", v1 and trainer.get("use_v1", True)
         refuse_first(
             f"{key}={sync.max_probs_diff} with",
             (not logs, f" {ROLLOUT}.calculate_log_probs=False", compares, f"Set it to True, or remove {key}"),

@@ -266,7 +266,7 @@ def kernel_works(device: torch.device) -> bool:
     try:
         return _try_out(device)
     except Exception as error:  # no Triton, no C compiler, an unknown device: all end in plain copies
-        say(f"no Triton kernel here, copies one by one: {error!r}")
+        say(f"the Triton kernel does not work here, so copies run one by one: {error!r}")
         return False
 
 

@@ -180,7 +180,7 @@ class _Introduction:
         self._propose(recording, odd)
         self._prove(moved)
         self._add_constants()
-        own = next((f"{name} {why}" for name, why in self._not_copied.items()), self._own_load)
+        own = next((f"{name}: {why}" for name, why in self._not_copied.items()), self._own_load)
         found = LoadMap(
             f"{model.engine}'s {model.name}", self._storages.table, tuple(self._moves), tuple(self._constants),
             own, self._leftovers(recording), self._theirs(moved) if own else (),
@@ -226,7 +226,7 @@ class _Introduction:
     def _why_no_move(self, each: _Writing) -> str:
         assert each.box is not None
         if any(not (step and other) for _, step, other in each.box.dims):
-            return "is written to several elements each"
+            return "has elements that are each written to several places"
         if each.box.packed().run_count > MOST_RUNS:
             return "is copied in too many runs"
         device = each.write.target.device

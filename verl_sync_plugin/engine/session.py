@@ -86,13 +86,13 @@ class ReceiverSession:
             message = running.receive(wait)
         self._commit(_expect(Commit, message), hello, channel)
 
-    def _parts(self, hello: Hello, manifest: Manifest, load: Load) -> Sequence[torch.Tensor]:
+    def _parts(self, hello: Hello, manifest: Manifest, message: Load) -> Sequence[torch.Tensor]:
         """The memory of a bucket: the slot it is in, or one part per segment."""
         memories = (self._stagings[export.key] for export in hello.stagings)
-        slots = [slot_of(memory, load.slot, hello.stagings[0].slot_bytes) for memory in memories]
-        if not (manifest.sharded and manifest.worlds[load.bucket] > 1):
+        slots = [slot_of(memory, message.slot, hello.stagings[0].slot_bytes) for memory in memories]
+        if not (manifest.sharded and manifest.worlds[message.bucket] > 1):
             return [slots[hello.place]]
-        nbytes = manifest.segments[load.bucket]
+        nbytes = manifest.segments[message.bucket]
         return [slot.narrow(0, 0, nbytes) for slot in slots]
 
     def _run_in_place(self, hello: Hello, channel: Channel, wait: float) -> None:

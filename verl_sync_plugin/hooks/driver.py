@@ -123,8 +123,8 @@ def syncs(actor_rollout_ref: Any, overrides: Sequence[str]) -> bool:
 
 def backend_of(rollout: Any) -> str:
     """verl's ``checkpoint_engine.backend``, by which trainer and rollout are colocated (``naive``) or separate."""
-    engine = section(rollout, "checkpoint_engine", f"{ROLLOUT}.checkpoint_engine")
-    backend, own = str(engine.get("backend", "naive")), engine.get("custom_backend_module", None)
+    checkpoint = section(rollout, "checkpoint_engine", f"{ROLLOUT}.checkpoint_engine")
+    backend, own = str(checkpoint.get("backend", "naive")), checkpoint.get("custom_backend_module", None)
     others = own or backend.endswith(SEPARATE_BACKEND)  # ours, or another word
     if not others and get_close_matches(backend.lower(), [SEPARATE_BACKEND], cutoff=0.9):
         raise ValueError(f"{BACKEND_KEY}={backend}: no backend of verl's. Did you mean {SEPARATE_BACKEND}?")
@@ -200,18 +200,18 @@ def refuse_dropped(rollout: Any, overrides: Sequence[str], other: str, remedy: s
 def apply_rollout_keys(rollout: DictConfig, resolved: bool) -> None:
     """Checks the rollout config of a run in which the plugin moves the weights, and writes its values."""
     key, stock = f"{ROLLOUT}.checkpoint_engine", hydra_source.stock_rollout().checkpoint_engine[BUCKET]
-    if not (engine := section(rollout, "checkpoint_engine", key)):
-        raise ValueError(f"{key}=None: verl and weight sync need it. Leave it out, and {key} is verl's.")
+    if not (checkpoint := section(rollout, "checkpoint_engine", key)):
+        raise ValueError(f"{key}=None: verl and weight sync need it. Leave it out to keep verl's default.")
     ours = rollout.get("_target_") == hydra_source.TARGET  # else False and 2048 are what verl's own config holds
     with read_write(rollout), open_dict(rollout):
-        if BUCKET not in {*engine}:  # "???" is in it
-            engine[BUCKET] = stock
-        given = hydra_source.given(engine, BUCKET, stock, resolved or not ours)
-        short, long = rollout.pop(BUCKET, None), engine.get(BUCKET)
+        if BUCKET not in {*checkpoint}:  # "???" is in it
+            checkpoint[BUCKET] = stock
+        given = hydra_source.given(checkpoint, BUCKET, stock, resolved or not ours)
+        short, long = rollout.pop(BUCKET, None), checkpoint.get(BUCKET)
         # A checkpoint engine of verl's needs room for the largest tensor: where one moves weights, its default stays
         if given or short is not None or moves(rollout):
             short = long = bucket_megabytes(short, long, given)
-        engine[BUCKET] = long
+        checkpoint[BUCKET] = long
         rollout.update({BUCKET: short} if ours else {})
         if not (ours and hydra_source.given(rollout, "multi_stage_wake_up", True)):
             rollout.multi_stage_wake_up = True
@@ -228,8 +228,8 @@ def leave_to_verl(rollout: DictConfig, resolved: bool) -> None:
     with read_write(rollout), open_dict(rollout):
         if rollout.get("_target_") == hydra_source.TARGET:
             size = rollout.pop(BUCKET, None)
-            if OmegaConf.is_dict(engine := rollout.checkpoint_engine):
-                engine[BUCKET] = engine[BUCKET] if size is None else bucket_megabytes(size, None)
+            if OmegaConf.is_dict(checkpoint := rollout.checkpoint_engine):
+                checkpoint[BUCKET] = checkpoint[BUCKET] if size is None else bucket_megabytes(size, None)
             if not hydra_source.given(rollout, "multi_stage_wake_up", True, resolved):
                 rollout.multi_stage_wake_up = stock.multi_stage_wake_up
             rollout._target_ = stock._target_

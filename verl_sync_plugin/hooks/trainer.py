@@ -70,7 +70,7 @@ class SyncTrainerMixin:
             raise RuntimeError(
                 f"{step}{PROBS_DIFF}={found:.4g} exceeds {key}={most:g}: the engine does not compute what the trainer "
                 "computes. Compare their settings (dtype, attention, quantization, rope), see whether "
-                f"{KEY_PREFIX}.verify=always finds more, or raise {key} if these kernels differ as much."
+                f"{KEY_PREFIX}.verify=always finds more, or raise {key} if their kernels really differ that much."
             )
         return batch
 

@@ -76,7 +76,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
         return Box(self.source, 0, tuple(joined(reversed(dims))))
 
     def taken(self) -> Box:
-        """The same for whoever asks only what is taken of the tensor."""
+        """The box without its place in memory, to compare which elements of the tensor are taken."""
         return Box(self.source, 0, tuple((size, step, 0) for size, step, _ in self.dims))
 
 

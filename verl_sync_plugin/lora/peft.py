@@ -158,8 +158,8 @@ class Adapters:
             if (now := _state(module)) != (active, off, merged):
                 raise ValueError(
                     f"module {name!r}: in the first sync the active adapters were {active} (switched off: {off}, "
-                    f"merged: {merged}), now they are {now[0]} ({now[1]}, {now[2]}), and the engine has the former. Go "
-                    "back to these."
+                    f"merged: {merged}), now they are {now[0]} ({now[1]}, {now[2]}), and the engine has the former. "
+                    "Switch back to the former."
                 )
 
 

@@ -56,7 +56,7 @@ def unify(model: Mapping[str, Any], stock: Mapping[str, Any], engine: Rollout) -
     rank, path = given("rank", "lora_rank"), given("adapter_path", "lora_adapter_path")
     if not rank:
         if path is not None:
-            raise ValueError(f"{MODEL}.lora_adapter_path={path!r}: no LoRA rank. Set {MODEL}.lora_rank to its own.")
+            raise ValueError(f"{MODEL}.lora_adapter_path={path!r}: no LoRA rank. Set {MODEL}.lora_rank to its rank.")
         return {}
     for key, value in block.items():
         if key not in _TAKEN and value != stock_block.get(key):
@@ -155,7 +155,7 @@ def _refuse_existing(plain: Mapping[str, Any], where: str, settings: Mapping[str
         own = {name.rpartition(".")[2] for name in named}
         if others := sorted(name for name in adapted if name.rpartition(".")[2] not in own):
             use = f"Set {MODEL}.target_modules=all-linear, and the adapter's own are adapted"
-            also = f"{where}, which adapts {', '.join(others)}, too: the engine makes room for the former"
+            also = f"{where}, which adapts {', '.join(others)}, too: the engine makes room only for the former"
             raise ValueError(f"{MODEL}.target_modules={named!r} with {also}. {use}.")
 
 
@@ -176,7 +176,7 @@ def _refuse_ends(plain: Mapping[str, Any], where: str, settings: Mapping[str, An
         adapted = [name for name in ("model.embed_tokens", "lm_head") if check_target_module_exists(modules, name)]
     except re.error as error:
         named = f"{MODEL}.target_modules={modules.target_modules!r}"
-        raise ValueError(f"{named}: no regular expression ({error})") from error
+        raise ValueError(f"{named}: not a valid regular expression ({error})") from error
     if adapted and tied and plain["lora"].get("merge"):
         raise ValueError(f"{where} adapts {adapted[0]}, but embedding and head of {plain['path']} are {TIED}.")
     # verl makes each an FSDP unit, and of an adapted one it shards the outer module before the one inside

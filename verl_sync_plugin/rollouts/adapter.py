@@ -92,13 +92,13 @@ class SyncAdapter:
         self.makes_room = self._separate is None  # our worker may, around the syncs of this rollout
         self._sync = sync_config_of(config)
         self._manager: ShardingManager | None = None
-        # Without resident weights there is no first stage; False of a config without our keys is verl's default
+        # With resident weights verl makes no first-stage call; False of a config without our keys is verl's default
         two_stages = config.multi_stage_wake_up or not hasattr(config, BUCKET) or self.serves_adapter
         self._stages = ([WEIGHTS], [KV_CACHE]) if two_stages else ([WEIGHTS, KV_CACHE], [])
         self._wake_tags: list[str] = []
         always = bool(section(config, "custom", f"{ROLLOUT}.custom").get(SHARES_GPU, False))
         self._room = Room(lambda: read_device(trainer_device()), always)
-        self._early: Exception | None = None
+        self._room_error: Exception | None = None  # kept for ``update_weights``
         self._around = SyncReport()  # what precedes the manager's report of the sync under way
 
     @property
@@ -155,10 +155,10 @@ class SyncAdapter:
                 self._manager = self._make_manager(weights)
             if ends and self.config.free_cache_engine:
                 say("the trainer runs verl's own worker, which empties caches at both ends of every sync")
-        early, self._early = self._early, None
+        error, self._room_error = self._room_error, None
         with self._manager.agreement.attempt():
-            if early is not None:
-                raise early
+            if error is not None:
+                raise error
         await self._manager.update_weights(self._wake_tags, global_steps)
         self._wake_tags = []
         if ends and not self.config.free_cache_engine:
@@ -177,7 +177,7 @@ class SyncAdapter:
                 release = partial(release_cache, trainer_device())
                 self._around.note_release(self._room.make_room(WEIGHTS_RESUME, release, staging))
         except Exception as error:
-            self._early = error
+            self._room_error = error
 
     async def make_room_for_rest(self, offload: Callable[[], None]) -> None:
         """After ``update_weights``: makes the room that stage 2 needs, on all ranks. Collective. The parameters stay

@@ -90,9 +90,9 @@ class WeightsGate:
         return next((why for why, applies in reasons.items() if applies), "")
 
     async def enter(self) -> None:
-        """Waits while a sync is under way, generation is paused, as SGLang's own queue would, or memory is released;
-        also for the next sync, where the engine has no weights of one. Raises HalfWrittenError where the last sync
-        failed. Lets nothing else run where there is nothing to wait for."""
+        """Waits, as a request in SGLang's own queue would, while a sync is under way, generation is paused or memory is
+        released, and for the next sync where the engine has no synced weights. Raises HalfWrittenError where the
+        last sync failed. Yields to no other task where there is nothing to wait for."""
         await self._until(lambda: not self.closed or (self._failure is not None and not self.syncing))
         self._refuse_half_written()
 

@@ -105,7 +105,7 @@ class RolloutEndpoint:
             try:
                 await self._ask("abandon_sync", why)
             except Exception as error:
-                say(f"the engine did not hear of the failed sync: {error!r}")
+                say(f"could not tell the engine that the sync failed: {error!r}")
 
     async def publish(self, report: SyncReport) -> None:
         """Leaves a report where the trainer fetches it, in the log and in the report file. Raises nothing; on any rank.
@@ -164,7 +164,7 @@ class EngineConnection:
 
     def begin(self, global_steps: int | None) -> None:
         """A new sync, of which nothing is asked yet. All ranks begin the same; ``global_steps`` is verl's version."""
-        self._part()
+        self._disconnect()
         self._number, self.pending = self._number + 1, None
         self._version = None if global_steps is None else str(global_steps)
         with self._agreement.attempt():
@@ -219,17 +219,17 @@ class EngineConnection:
 
     async def give_up(self, why: str) -> None:
         """Ends the sync whatever its state: the engine leaves the load, and generates nothing until one succeeds."""
-        self._part()
+        self._disconnect()
         # Side by side: a server that is silent costs one bound, not two
-        await asyncio.gather(self._endpoint.abandon(why), self._left())
+        await asyncio.gather(self._endpoint.abandon(why), self._await_left())
 
     async def leave(self) -> None:
         """Ends a load of which nothing was loaded; returns when the leader's engine is ready for another one."""
-        self._part()
+        self._disconnect()
         with self._agreement.attempt():  # a cancellation is heard where the ranks settle next
-            await self._left()
+            await self._await_left()
 
-    async def _left(self) -> None:
+    async def _await_left(self) -> None:
         """Waits until the engine has left a load that was given up, so that the next sync finds it idle."""
         if self.pending is not None:
             try:
@@ -239,11 +239,11 @@ class EngineConnection:
 
     def close(self) -> None:
         """Nobody comes here any more."""
-        self._part()
+        self._disconnect()
         if self._next is not None:
             self._next.close()
 
-    def _part(self) -> None:
+    def _disconnect(self) -> None:
         self._sender.hang_up()
         if self._listener is not None:
             self._listener.close()

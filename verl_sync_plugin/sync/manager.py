@@ -102,7 +102,8 @@ class ShardingManager(BaseShardingManager):
         self._senders: tuple[int, ...] = ()  # of all ranks, where they are separate
         self.keeps_staging = True
         self._bucket_bytes = bucket_bytes
-        self._base_sent = self._news = False  # the last: a load map came since the last sync that ended well
+        self._base_sent = False
+        self._news = False  # a load map came since the last sync that ended well
         self._adapter: ServedAdapter | None = None
 
     def open_source(self) -> ParameterSource:
@@ -196,7 +197,8 @@ class ShardingManager(BaseShardingManager):
     async def _sync(self, wake_tags: list[str], global_steps: int | None) -> None:
         """One sync in the order in which it happens; all ranks agree at the end of each of its steps, and per bucket.
 
-        plan, wake, connect, transfer, commit; ``finish`` comes later, when the trainer has made room.
+        plan, wake (meanwhile the first slots are filled, or parameters hashed), connect, transfer, commit; ``finish``
+        comes later, when the trainer has made room.
         """
         stage, early = self.report.stage, self.asks_early and not wake_tags
         self.connection.begin(global_steps)
@@ -278,7 +280,7 @@ class ShardingManager(BaseShardingManager):
         return self.planned
 
     def _vote(self, shards: list[Shard], agreed: Plan | None) -> tuple[Sync | None, list[int]]:
-        """Collective: the sync, if this rank's plan is agreed on; and of all ranks, whose is not, and votes on ways."""
+        """Collective: the sync, if this rank's plan is agreed on; and sums of all ranks: plans not agreed on, votes."""
         sync, votes = None, [1, 0, 0, 0]
         plan, source, report = self.planned, self.source, self.report
         with self.agreement.attempt():
@@ -341,7 +343,7 @@ class ShardingManager(BaseShardingManager):
             "learning dtypes", lambda: trainer is not None and trainer.policy.learn(kept, blocks)
         ):
             if self.agreement.ranks.rank == 0:
-                say("some tensors travel in the dtype in which the engine keeps them; the sync is planned once more")
+                say("some tensors have to travel in another dtype, that of the engine; planning the sync again")
             raise OtherDtypesError
         if not self.comparison.knows(plan):
             text = f"the engine keeps {next(iter(blocks))} in fp8, and this trainer does not quantize"
@@ -355,7 +357,7 @@ class ShardingManager(BaseShardingManager):
         with agreement.attempt():
             if not agreement.failed:
                 way.check_finite()
-                weighed = comparison.weighed(self.sender.sums(sync.plan), self._committed(sync), sync.verified)
+                weighed = comparison.weighed(self.sender.sums(sync.plan), self._commit_engine_rank(sync), sync.verified)
         # Before waiting for the engine's answer: it gives none while one of its ranks waits for us to hang up
         try:
             agreement.settle("committing")
@@ -372,7 +374,7 @@ class ShardingManager(BaseShardingManager):
         if sync.verified:
             report.verified_tensors, report.not_comparable = len(comparison.compared), len(comparison.left_out)
 
-    def _committed(self, sync: Sync) -> Committed | None:
+    def _commit_engine_rank(self, sync: Sync) -> Committed | None:
         """Has the engine rank commit; ``None`` where this rank has none."""
         report = sync.report
         committed = self.sender.commit(not sync.keeps_staging) if self.endpoint.ranks else None

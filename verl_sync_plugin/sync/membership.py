@@ -79,7 +79,7 @@ def _refuse_shared_devices(members: Sequence[Member]) -> None:
         who = ", ".join(str(member) for member in members if member.device == shared[0])
         raise ValueError(
             f"actor_rollout_ref.rollout.checkpoint_engine.backend=sync_plugin: {who} compute on the same GPU "
-            f"({shared[0]}), and NCCL joins none that do. Give the rollout GPUs of its own "
+            f"({shared[0]}), and NCCL cannot connect ranks that share one. Give the rollout GPUs of its own "
             "(actor_rollout_ref.rollout.nnodes and n_gpus_per_node), or set trainer.v1.trainer_mode=sync."
         )
 
@@ -89,7 +89,7 @@ def _refuse_mixed_cumem(members: Sequence[Member]) -> None:
     if len(held) > 1:
         which = "; ".join(f"{who} has {value or 'none'}" for value, who in sorted(held.items()))
         raise ValueError(
-            f"{CUMEM} differs between the ranks of a weight sync ({which}), with which NCCL hangs or crashes. Set it "
+            f"{CUMEM} differs between the ranks of a weight sync ({which}), which makes NCCL hang or crash. Set it "
             "to one value for all of verl's processes (ray_kwargs.ray_init.runtime_env.env_vars)."
         )
 
@@ -173,8 +173,8 @@ class Membership:
         may be half done, and the next one would be taken for its rest. Afterwards nothing of NCCL's is left on the
         streams, where a broadcast that not all ranks have begun would hang.
 
-        Where it raises something else than what all ranks have agreed to raise, this rank leaves the group at once, by
-        which the others, who may wait for it, hear of that. Where they have agreed, words are still on their way.
+        On an error that the ranks have not agreed on, this rank leaves the group at once, so that the others, which may
+        wait for it, hear of that. On an agreed one it stays, for messages are still on their way.
         """
         ranks = self.ranks
         try:

@@ -78,7 +78,7 @@ class Reach:
 
     Attributes:
         sharded: engine ranks read segments from several ranks, so plans are sharded; ``None`` until it is decided.
-        why: why not.
+        why: the reason why plans are not sharded.
     """
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class Way(ABC):
         if self._packs and (names := self._sender.broken()):
             raise ValueError(
                 f"parameter {names[0].removesuffix(SCALE)!r} holds NaN or Inf in the trainer, or exceeds the range of "
-                "the dtype in which it travels; the engine was not released to generate from it. Look at the last "
+                "the dtype in which it travels, so the engine generates nothing from this sync. Look at the last "
                 "optimizer step (loss, gradient norm, learning rate)"
             )
 
@@ -185,11 +185,11 @@ class InPlace(Way):
 
     Attributes:
         ruled_out: why the user has all parameters staged; empty where they are not.
-        known: the key under which the engine ranks know where this rank's parameters lie; empty at first.
+        told: the key of what this rank has told the others of where its parameters lie; empty at first.
     """
 
     name = "in place"
-    ruled_out = known = ""
+    ruled_out = told = ""
     _engine_obstacle = "the engine has not yet said that it can"  # why the engine rank cannot
     _readable_plan = ""  # the plan of which the engine rank said that it can
     _said = ""
@@ -206,7 +206,7 @@ class InPlace(Way):
             if (self._separate or len(sync.senders) > 1) and not sync.plan.sharded:
                 raise NotInPlaceError(self._reach.why)
             if not sync.source.readable_in_place:
-                raise NotInPlaceError("weights are made on the way")
+                raise NotInPlaceError("what travels is made for each sync, or may be")
             if self._parameters is None or self._parameters.plan is not sync.plan:
                 self._parameters = LiveParameters(self._sender.device, sync.plan, sync.rank)
             self._live = self._parameters.locate(sync.shards)
@@ -232,13 +232,13 @@ class InPlace(Way):
             assert self._parameters is not None, "looked up"
             self._sender.begin(sync.plan, sync.rank)
             self._sender.hash_parameters(sync.shards, self._parameters.found)
-        if sync.source.prepares and not self._separate:  # others hear there of a rank that failed in between
+        if sync.source.prepares and not self._separate:  # of those that are, ``_prepare`` has settled
             self._agreement.settle(what)
 
     @property
-    def moved(self) -> bool:
-        """True if the engine ranks do not know where this rank's parameters lie."""
-        return self._live is not None and self._live.key != self.known if self._packs else not self._lives
+    def untold(self) -> bool:
+        """True if the other ranks do not know where this rank's parameters lie."""
+        return self._live is not None and self._live.key != self.told if self._packs else not self._lives
 
     def tell(self, sync: Sync) -> None:
         """Collective: the trainer's ranks tell where their parameters lie."""
@@ -246,7 +246,7 @@ class InPlace(Way):
         lives = [everywhere[rank] for rank in sync.senders]
         self._lives, self._sources = tuple(live for live in lives if live is not None), sync.senders
         assert len(self._lives) == len(lives), "looked up on all ranks"
-        self.known = self._live.key if self._live is not None else ""
+        self.told = self._live.key if self._live is not None else ""
 
     def run(self, sync: Sync) -> None:
         """Has the engine rank load everything at once."""
@@ -258,10 +258,8 @@ class InPlace(Way):
         """Takes in whether the engine rank could read the next sync in place; where this rank has none,
         only others have something to say against it."""
         obstacle = committed.obstacle if committed is not None else ""
-        self._readable_plan, self._engine_obstacle = (
-            "" if obstacle else plan.digest,
-            obstacle or InPlace._engine_obstacle,
-        )
+        self._readable_plan = "" if obstacle else plan.digest
+        self._engine_obstacle = obstacle or InPlace._engine_obstacle
         if obstacle and not self.ruled_out:
             self._say(obstacle)
 
@@ -271,7 +269,7 @@ class InPlace(Way):
         self._sender.unstage()
 
     def fall_back(self, error: WayRefusedError) -> None:
-        """Until the engine ranks say again that they can, parameters are staged."""
+        """As long as an engine rank says that it cannot map them, parameters are staged."""
         self._readable_plan = ""
         say(f"an engine rank cannot read parameters where they lie ({error}); they are staged instead")
 
@@ -285,8 +283,8 @@ class Staged(Way):
 
     name = "staged"
     _plan: Plan | None = None  # that the staging memory is for
-    _moves = False
-    _unopened = False  # the engine ranks have not opened these yet
+    _broadcasts = False
+    _unopened = False  # True: the engine ranks have not opened this memory yet
 
     def needs_staging(self, sync: Sync) -> bool:
         """True if ``stage`` has to come first."""
@@ -305,8 +303,8 @@ class Staged(Way):
         everywhere = self._agreement.gather("exchanging the staging memory", mine) if plan.sharded else {self._me: mine}
         self._stagings = tuple(everywhere[rank][self._me] for rank in sources) if self._loads else ()
         self._sources, self._unopened, self._plan = sources, True, plan
-        self._moves = not plan.sharded and (self._separate or any(bucket.world > 1 for bucket in plan.buckets))
-        self.name = "broadcast" if self._moves else "staged"
+        self._broadcasts = not plan.sharded and (self._separate or any(bucket.world > 1 for bucket in plan.buckets))
+        self.name = "broadcast" if self._broadcasts else "staged"
 
     def _reserve(self, sync: Sync) -> dict[int, StagingExport]:
         """An export that is never opened would keep the memory for good: there is one for every reader and no other."""
@@ -329,7 +327,7 @@ class Staged(Way):
         what = "packing the first buckets"
         for index in range(min(SLOTS, len(sync.plan.buckets))):
             self._fill(sync, index, what)
-        if sync.source.prepares and not self._separate:  # others hear there of a rank that failed in between
+        if sync.source.prepares and not self._separate:  # of those that are, ``_prepare`` has settled
             self._agreement.settle(what)
 
     def _fill(self, sync: Sync, index: int, what: str) -> None:
@@ -358,7 +356,7 @@ class Staged(Way):
             self._run(sync)
         except BaseException as error:
             # What is under way from a rank that is lost never comes
-            if self._moves and not isinstance(error, RankLostError):
+            if self._broadcasts and not isinstance(error, RankLostError):
                 for slot in range(SLOTS):
                     with suppress(Exception):
                         self._sender.drain(slot)
@@ -369,8 +367,8 @@ class Staged(Way):
             raise
 
     def _run(self, sync: Sync) -> None:
-        count, lag = len(sync.plan.buckets), int(self._moves)  # what is moved is loaded one round later
-        alone = not (sync.plan.sharded or self._moves)  # only this rank's engine rank reads its slots
+        count, lag = len(sync.plan.buckets), int(self._broadcasts)  # what is broadcast is loaded one round later
+        alone = not (sync.plan.sharded or self._broadcasts)  # only this rank's engine rank reads its slots
         ahead = 1 if alone else AHEAD
         packing = [f"packing bucket {index + 1} of {count}" for index in range(count)]
         for index in range(count + lag):
@@ -382,9 +380,9 @@ class Staged(Way):
                     self._sender.drain(index % SLOTS)
                 with sync.report.stage("settle"):
                     self._agreement.settle(packing[index])
-            if index < count and self._moves:
+            if index < count and self._broadcasts:
                 with self._agreement.attempt():
-                    self._move(sync, index)
+                    self._broadcast(sync, index)
             with self._agreement.attempt(), sync.report.stage("move") if lag else nullcontext():
                 if lag and index > 0:
                     self._sender.drain((index - 1) % SLOTS)
@@ -400,7 +398,7 @@ class Staged(Way):
             for index in range(max(count + lag - ahead, 0), count):
                 self._wait(sync, index)
 
-    def _move(self, sync: Sync, index: int) -> None:
+    def _broadcast(self, sync: Sync, index: int) -> None:
         """Starts to complete a bucket's slot on all ranks."""
         bucket, ranks = sync.plan.buckets[index], self._agreement.ranks
         if isinstance(ranks, JointRanks):
@@ -453,22 +451,22 @@ class Ways:
         self._why = self.in_place.obstacle(sync)
         return [
             int(each)
-            for each in (bool(self._why), not self._why and self.in_place.moved, self.staged.needs_staging(sync))
+            for each in (bool(self._why), not self._why and self.in_place.untold, self.staged.needs_staging(sync))
         ]
 
     def take(self, sync: Sync, votes: Sequence[int]) -> Way:
         """Collective: the way of this sync, ready to ``fill``; ``votes`` are those of all ranks, added up."""
-        impossible, moved, needs_staging = map(bool, votes)
+        impossible, untold, needs_staging = map(bool, votes)
         if impossible:
             if needs_staging:
                 self.staged.stage(sync)
-        elif moved:
+        elif untold:
             self.in_place.tell(sync)
         self._chosen = self.staged if impossible else self.in_place
         if self._chosen.name != self._said and self._agreement.ranks.rank == 0:
-            why = [] if not impossible else [f"not in place: {self._why or 'another rank cannot, and says why'}"]
+            why = [] if not impossible else [f"not in place: {self._why or 'another rank cannot; its log says why'}"]
             if self._chosen.name == "broadcast":
-                why.append(f"not staged alone: {self.reach.why}")
+                why.append(f"slots cannot be read where they were packed: {self.reach.why}")
             say(f"delivery is {self._chosen.name}" + (f" ({'; '.join(why)})" if why else ""))
         self._said = self._chosen.name
         return self._chosen

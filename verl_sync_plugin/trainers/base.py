@@ -130,8 +130,8 @@ class TrainerBackend(ABC):
 @dataclass
 class WirePolicy:
     """The dtypes in which a trainer's parameters travel: the widest that an engine rank keeps, never wider than the
-    trainer's. ``kept`` is what the engine said, by HF name, empty for a tensor of which it wants whatever the trainer
-    has; ``dtype`` is that of other floating-point parameters, and of those that are quantized before they are.
+    trainer's. ``kept``: the dtype that the engine named, by HF name; empty where it takes whatever the trainer has.
+    ``dtype``: of all other floating-point parameters, and the one to which quantized ones are cast first.
     ``blocks``: rows and columns of a block of each tensor that the engine keeps in fp8."""
 
     dtype: torch.dtype

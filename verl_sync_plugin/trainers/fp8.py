@@ -25,8 +25,8 @@ from verl_sync_plugin.copies.table import QuantizeTable, Rectangle, kernel_works
 from verl_sync_plugin.layout.strided import Run, compose, in_rows
 from verl_sync_plugin.layout.tensors import SCALE, Base, Shard, Slice, View
 from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_name
-from verl_sync_plugin.trainers.lora import Merge, reached, take_part
-from verl_sync_plugin.transport.agreement import Agreement
+from verl_sync_plugin.trainers.lora import Merge, reached
+from verl_sync_plugin.transport.agreement import Agreement, take_part
 
 FP8 = torch.float8_e4m3fn
 MOST = torch.finfo(FP8).max

@@ -67,8 +67,8 @@ class StateDictSource(ParameterSource):
         mesh = tensor.device_mesh
         if (sharded := cut(tensor)) is None:
             raise ValueError(
-                f"parameter {name!r} has placements {tensor.placements}; weight sync knows dimension-0 shards over the "
-                f"last mesh dimension. In a script give a state dict with its full_tensor(); else {TURN_OFF}."
+                f"parameter {name!r} has placements {tensor.placements}; weight sync supports only dimension-0 shards "
+                f"over the last mesh dimension. In a script give a state dict with its full_tensor(); else {TURN_OFF}."
             )
         world = mesh.size(mesh.ndim - 1)
         if not sharded or world == 1:

@@ -55,7 +55,7 @@ class Naming:
     unsaved: frozenset[str] = frozenset()
 
     def parameters_of(self, module: torch.nn.Module) -> frozenset[str]:
-        """The names of all parameters, of which the others are buffers."""
+        """The names of all parameters of a module; all other names in its state dict are buffers."""
         return frozenset(self.rename(dict(module.named_parameters(remove_duplicate=False))))
 
     def base_of(

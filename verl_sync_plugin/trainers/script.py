@@ -85,8 +85,8 @@ def refuse_meshes(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     meshes = {tensor.device_mesh: name for name, tensor in named if isinstance(tensor, DTensor) and cut(tensor)}
     if len(meshes) > 1:
         raise ValueError(
-            f"parameters {', '.join(meshes.values())} are cut over different meshes; a sync knows one. Give a state "
-            "dict in which those of the others are whole, by full_tensor()."
+            f"parameters {', '.join(meshes.values())} are cut over different meshes; a sync supports one. Give a "
+            "state dict in which full_tensor() has made those of the other meshes whole."
         )
 
 
@@ -108,7 +108,7 @@ class MadeForOneSync(StateDictSource):
         return False
 
     def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
-        """The ranks tell each other if a copy of a tied end is none."""
+        """The ranks find out together whether the head that the config ties differs from the embedding on any."""
         if tied := self._naming.unsaved:
             differ = agreement.any("comparing tied ends", lambda: _differ(self._given(), tied))
             self._left_out = frozenset() if differ else tied

@@ -39,7 +39,7 @@ class JointRanks(Ranks):
             not given.
     """
 
-    after_loss = "the next sync makes a new group of who is there then"
+    after_loss = "the next sync forms a new group from the ranks that are alive then"
 
     def __init__(
         self,
@@ -148,5 +148,5 @@ def bounded(connect: Callable[[], None], device: torch.device, seconds: float, l
             late()
         raise RuntimeError(
             f"NCCL did not connect this rank with the others within {KEY_PREFIX}.timeout_seconds={seconds:g}; look for "
-            "a rank that died, or see by NCCL_DEBUG=INFO which network it takes"
+            "a rank that died, or set NCCL_DEBUG=INFO to see which network NCCL uses"
         ) from None

@@ -420,7 +420,7 @@ def _why(shard: Shard, device: torch.device) -> str:
     same = torch.bfloat16 if shard.fill is not None else getattr(torch, shard.base.dtype)
     if run.dtype not in (same, torch.float32):
         return f"is {run.dtype} and travels as {shard.base.dtype}"
-    return "is not laid out for it"
+    return "is not contiguous, not aligned to 16 bytes, or needs a cast that the copy kernel does not have"
 
 
 class Regions:

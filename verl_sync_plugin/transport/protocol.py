@@ -89,7 +89,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
             one for each segment; none when parameters are read where they lie.
         place: which of them, or of the ranks in ``live``, is read for what all of them hold: the paired one, if it is
             among them.
-        paired: it is, and so on the engine rank's own device.
+        paired: the one at ``place`` is the paired trainer rank's, so it is on the engine rank's own device.
         live: keys of the ``Live`` of all ranks of the group, in place of stagings.
         asks_hashes: say in ``Committed`` what lies in the parameters.
         map: names the ``LoadMap`` that the trainer rank knows; another one is said in ``Ready``.

@@ -37,8 +37,8 @@ def but(*values: Any) -> Callable[[Any], bool]:
 
 UNSERVED = "weight sync cannot serve it; {remedy}"  # parameters are not the model's plain weights, or lie elsewhere
 _OUTLIVES = "SGLang does not flush that cache, so what was computed with earlier weights outlives a sync. Remove it"
-_COPIES = "SGLang keeps copies of weights that no update reaches, stock verl's neither. Set it to False"
-_REORDERS = "weight sync cannot serve it, for it reorders experts; set {where}.moe_runner_backend=triton, or {remedy}"
+_COPIES = "SGLang keeps copies of weights that no update reaches, not even stock verl's. Set it to False"
+_REORDERS = "weight sync cannot serve it: it reorders the experts; set {where}.moe_runner_backend=triton, or {remedy}"
 _SHARED = "SGLang ends when weights that it shares are released or updated. Remove it"
 _AT_FIRST = "from the checkpoint that it started with. Remove it"
 # Arguments of SGLang 0.5.12 and later (``ServerArgs``) that cannot be synced
@@ -79,7 +79,7 @@ SAME_KEYS = ("dtype", "load_format")  # which verl has, too; SGLang's own wins
 VERLS_OWN: Rows = {
     "model_path": (only(None), "verl sets it by itself. Remove it, and set actor_rollout_ref.model.path"),
     "nnodes": (only(None, 1), "verl sets it by itself. Remove it: verl counts the nodes of an engine"),
-    "tp_size": (only(None), f"verl multiplies two keys. Remove it, and set {ROLLOUT}.tensor_model_parallel_size"),
+    "tp_size": (only(None), f"verl computes it itself. Remove it, and set {ROLLOUT}.tensor_model_parallel_size"),
 }
 NO_DRAFT_MODEL = "NGRAM"  # the ``speculative_algorithm`` that drafts from tokens it has seen
 DRAFT = "speculative_draft_model_path"
@@ -236,11 +236,11 @@ def refuse_quantization(rollout: Any, model: Any) -> None:
     if quantization != "fp8":
         raise ValueError(f"{key}: verl quantizes for SGLang to fp8 alone. Use fp8, or remove it.")
     if overrides := engine_arguments(rollout).get("json_model_override_args", None):
-        why = "it replaces what verl says there of its fp8 weights. Remove one of the two"
+        why = "it replaces the fp8 settings that verl passes in it. Remove one of the two"
         raise ValueError(f"{ARGUMENTS}.json_model_override_args={overrides!r} with {key}: {why}.")
     merge = section(model, "lora", f"{MODEL}.lora").get("merge", False)
     if (rank := lora_rank_of(model)) and not merge:
-        why = "under an adapter that SGLang serves it does not find the scales of the base's fp8 weights"
+        why = "SGLang does not find the scales of fp8 base weights under an adapter that it serves"
         other = f"{MODEL}.lora.merge=False and LoRA rank {rank}"
         raise ValueError(f"{key} with {other}: {why}. Set {MODEL}.lora.merge=True.")
 

@@ -34,7 +34,7 @@ class ScriptServer(WeightUpdates):
     async def _release(self, tags: list[str]) -> None:
         # SGLang answers a request a moment before it is idle, and ends itself when asked to release before that
         if not (self._asleep or await compat.flush_cache(self.tokenizer_manager, timeout_s=IDLE_SECONDS)):
-            raise RuntimeError(f"the engine still generates, {IDLE_SECONDS:g} s after it was to end")
+            raise RuntimeError(f"the engine still generates after {IDLE_SECONDS:g} s, so its memory cannot be released")
         await super()._release(tags)
 
     async def generate(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[Answered]:

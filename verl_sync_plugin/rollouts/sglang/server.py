@@ -67,7 +67,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         self.keeps_requests = self.pause != "abort"
         # Retracted requests would find their prefixes of the weights before
         self.loader = FORGETTING_LOADER if self.pause == "retract" else LOADER
-        # When SGLang was asked to; the second for a load alone, after which nobody else is going to resume it
+        # True while SGLang is paused; ``paused_by_load``: for a load alone, after which ``finish_sync`` resumes it
         self._paused = self.paused_by_load = False
         made_up = str(self.config.load_format).startswith("dummy")
         self.expect_updates(self._sync.timeout_seconds, self._sync.enabled and self._synced and made_up)
@@ -242,7 +242,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         if idle or self.occupation.released:
             return
         if self._inside and not await end_requests(self.tokenizer_manager, IDLE_SECONDS):
-            why = "SGLang can neither sleep nor load with them inside; look at what else than verl asks its HTTP port"
+            why = "SGLang can neither sleep nor load while they run; find out what other than verl uses its HTTP port"
             late = f"{self._inside} requests did not end within {IDLE_SECONDS:g} s of being aborted"
             raise RuntimeError(f"{late}, and {why}")
         # Until it does not count an answered request as running any more

@@ -102,7 +102,7 @@ class Guard:
                     raise RuntimeError(f"another rank failed, {failed}") from error
                 if time.monotonic() > deadline:
                     raise TimeoutError(
-                        f"not all ranks came to {collective} {count} of ranks {ranks} within {self._seconds:g} s"
+                        f"not all of ranks {ranks} reached {collective} (collective {count}) within {self._seconds:g} s"
                     ) from error
         if dist.get_rank(group) == 0 and name in self._last:  # everyone has left the meeting before this one
             store.delete_key(f"{self._last[name]}/came")
@@ -198,7 +198,7 @@ class StreamSource(ParameterSource):
             self._bases = []  # the next sync learns it again
             raise ValueError(
                 f"the trainer's weight stream has changed: {known!r} {dtype} {tuple(shape)} is now "
-                f"{name!r} {tensor.dtype} {tuple(tensor.shape)}; the next sync takes it as it is then"
+                f"{name!r} {tensor.dtype} {tuple(tensor.shape)}; the next sync reads it again"
             )
         self._passed += 1
         if place is not None:
