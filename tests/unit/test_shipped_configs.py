@@ -68,9 +68,8 @@ def collect(file: Path) -> None:
         config = hydra_run.run(file.parent, *overrides, name=name, config_dir=folder, program=program)
         case = " ".join([program, str(folder.relative_to(PACKAGE)), name, *overrides])
         configs[case] = OmegaConf.to_container(config, resolve=False)
-    modules = [importlib.import_module(module).__name__ for module, *_ in mains()]
-    plugin = "verl_sync_plugin.plugin" in sys.modules
-    file.write_text(json.dumps({"mains": modules, "configs": configs, "plugin": plugin}))
+    modules = [importlib.import_module(main.module).__name__ for main in mains()]
+    file.write_text(json.dumps(dict(mains=modules, configs=configs, plugin="verl_sync_plugin.plugin" in sys.modules)))
 
 
 def test_every_main_is_there_and_every_config_holds_verls_values(tmp_path: Path) -> None:
@@ -109,7 +108,8 @@ def without_ours(case: str, mine: Found, verls: Found) -> bool:
     assert rollout["name"] == "sglang" and strategy in ("fsdp", "fsdp2", "megatron")
     assert case.split()[0] != WITHOUT_SYNC
     assert "${" not in json.dumps([rollout["custom"], rollout["update_weights_bucket_megabytes"]])
-    assert rollout["checkpoint_engine"]["update_weights_bucket_megabytes"] == 512 and rollout["multi_stage_wake_up"]
+    size = 512 if rollout["checkpoint_engine"]["backend"] in ("naive", "sync_plugin") else 2048  # verl's default
+    assert rollout["checkpoint_engine"]["update_weights_bucket_megabytes"] == size and rollout["multi_stage_wake_up"]
     for side in (rollout, verls["actor_rollout_ref"]["rollout"]):
         for key in ("custom", "update_weights_bucket_megabytes", "multi_stage_wake_up", "_target_"):
             side.pop(key, None)
