@@ -7,6 +7,7 @@ alone, one name in one verl module is replaced (``launch_shims``).
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import importlib.metadata
 import types
@@ -123,11 +124,16 @@ async def replace_adapter(tokenizer_manager: Any, name: str, settings: dict[str,
     for all tensor-parallel ranks, later versions a list with one for each."""
     from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput, UnloadLoRAAdapterReqInput
 
-    if name in tokenizer_manager.lora_registry.get_all_adapters():
+    registry = tokenizer_manager.lora_registry
+    if held := registry.get_all_adapters().get(name):
+        counter = registry._counters.get(held.lora_id)
+        if counter is not None and counter.value() and not await answering(tokenizer_manager):
+            # SGLang up to 0.5.21 counts for good a request that it refused, or aborted in its queue, and would wait
+            await asyncio.sleep(0.05)  # for releases that are under way
+            await counter.decrement(counter.value())
         _check_adapter(await tokenizer_manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name)))
-    fields = {field.name for field in _fields(LoadLoRAAdapterFromTensorsReqInput)}
     blobs: dict[str, Any] = {"serialized_tensors": packed}
-    if "serialized_named_tensors" in fields:
+    if "serialized_named_tensors" in {field.name for field in _fields(LoadLoRAAdapterFromTensorsReqInput)}:
         blobs = {"serialized_named_tensors": [packed] * int(tokenizer_manager.server_args.tp_size)}
     request = LoadLoRAAdapterFromTensorsReqInput(lora_name=name, config_dict=settings, **blobs)
     _check_adapter(await tokenizer_manager.load_lora_adapter_from_tensors(request))

@@ -11,13 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl_sync_plugin import compat
 from verl_sync_plugin.log import say
-
-if TYPE_CHECKING:  # what reads report files later needs no torch
-    from verl_sync_plugin.layout.tensors import Plan
 
 # In the order of a training step; "phase" is their sum. "before" and "after" make room in device memory, "barrier" is
 # the wait for the other ranks to have done so. These three and "offload" are there where our worker runs
@@ -79,7 +76,6 @@ class SyncReport:
 
     def __post_init__(self) -> None:
         self.under_way: list[str] = []  # the stages that this rank is in, the innermost last
-        self.handed_over: tuple[Plan, int] | None = None  # the plan under way, and the last bucket handed over
 
     @classmethod
     def begun(cls, global_steps: int | None, manager: str, **run: Any) -> SyncReport:
@@ -225,7 +221,11 @@ def progress(report: SyncReport, speaks: bool) -> Iterator[None]:
 
     def watch() -> None:
         while not over.wait(EVERY_SECONDS):
-            say(progress_line(report, time.monotonic() - started))
+            loaded = [name for name, *_ in report.spans].count("engine_load") * (
+                report.buckets if report.in_place else 1
+            )
+            far = f"{time.monotonic() - started:.0f} s so far, {loaded} of {report.buckets} buckets loaded"
+            say(f"sync of step {report.global_steps}: {far}, now in {', '.join(report.under_way[-1:]) or 'no stage'}")
 
     if not speaks:
         yield
@@ -237,14 +237,3 @@ def progress(report: SyncReport, speaks: bool) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-
-
-def progress_line(report: SyncReport, seconds: float) -> str:
-    done, stages = "no bucket handed over yet", list(report.under_way)
-    if report.handed_over is not None:
-        plan, index = report.handed_over
-        count = len(plan.buckets) if index < 0 else index + 1  # all at once, where parameters are read in place
-        sent = min(sum(bucket.nbytes for bucket in plan.buckets[:count]), plan.nbytes)
-        done = f"bucket {count} of {len(plan.buckets)}, {sent / 1e9:.2f} of {plan.nbytes / 1e9:.2f} GB"
-    now = f", now in {stages[-1]}" if stages else ""
-    return f"sync of step {report.global_steps}: {seconds:.0f} s so far, {done}{now}"

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from verl.workers.engine.fsdp.transformer_impl import unfuse_moe_params
 from worlds import on_ranks
 
 from contract import fsdp_models
 from contract.fsdp_models import CONFIGS, KEEP, LAYOUTS, Layout, build, fsdp1, open_source, shard, torchs_own_state
-from contract.reading import LARGE, TINY, State, check_same, check_syncs, sync
+from contract.reading import CPU, LARGE, TINY, State, check_same, check_syncs, sync
 from contract.sources import raised_alike
 
 
@@ -129,9 +129,22 @@ def test_any_shape_in_any_order_of_memory_arrives_as_the_state_dict_has_it(layou
     """FSDP1 keeps a parameter in the order of its memory. FSDP2 refuses such parameters; its buffers may be so."""
     for seed in range(24):
         module = shard(Odd(seed, plain=not layout.strategy), layout)
-        expected = {n: t.bfloat16() if n.startswith("p") else t for n, t in torchs_own_state(module).items()}
-        bucket_bytes, sharded = ((64, False), (LARGE, False), (64, True))[seed % 3]
-        check_same(sync(open_source(module), bucket_bytes, sharded), expected)
+        source, given = open_source(module), ((64, False), (LARGE, False), (64, True))[seed % 3]
+        for _ in range(2):  # before torch looks, which takes new memory of parameters over
+            found, state = sync(source, *given), torchs_own_state(module)
+            check_same(found, {n: t.bfloat16() if n.startswith("p") else t for n, t in state.items()})
+            for parameter in module.parameters() if layout.use_orig_params or not layout.strategy else ():
+                if parameter.is_contiguous():  # FSDP1 itself takes no others over
+                    parameter.data = parameter.data + 1
+
+
+@pytest.mark.parametrize("original", [True, False])
+@on_ranks(2)
+def test_parameters_that_fsdp1_ignores_travel_too(original: bool) -> None:
+    model = Odd(3, plain=True)
+    expected = {n: t.bfloat16() if n.startswith("p") else t.clone() for n, t in model.state_dict().items()}
+    module = FullyShardedDataParallel(model, ignored_states=[model.p1], device_id=CPU, use_orig_params=original)
+    check_same(sync(open_source(module)), expected)
 
 
 @on_ranks(2)

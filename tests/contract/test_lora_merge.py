@@ -102,7 +102,7 @@ def test_merge_equals_pefts(layout: Layout, variant: Variant) -> None:
     check_syncs(source, expected, lambda: change(module), [module], check_merged, rounds=1)
     if layout.units:
         assert {type(each).__name__ for each in module.modules()} >= {"FSDPLinear", "FSDPEmbedding"}
-        assert {weight.kind for weight in source._weights.values()} == {"linear", "embedding"}
+        assert {weight.kind for weight in source.weights.values()} == {"linear", "embedding"}
 
 
 @pytest.mark.parametrize("layout", [Layout((2,)), fsdp1(2, True)], ids=str)
@@ -273,8 +273,8 @@ def test_adapters_that_are_switched_between_syncs_are_refused_until_they_are_swi
     first = sync(source)
     module.set_adapter("second")
     for now, undo in (
-        ("('second',)", lambda: module.set_adapter("default")),
-        ("('default',) (True, ", module.base_model.enable_adapter_layers),
+        ("(('second',), False", lambda: module.set_adapter("default")),
+        ("(('default',), True", module.base_model.enable_adapter_layers),
     ):
         text = raised_alike(ValueError, source.shards)
         assert all(words in text for words in ("self_attn.q_proj'", "('default',)", f"now they are {now}")), text
@@ -282,3 +282,9 @@ def test_adapters_that_are_switched_between_syncs_are_refused_until_they_are_swi
         again = sync(source)
         assert all(torch.equal(first[name], again[name]) for name in first)
         module.base_model.disable_adapter_layers()
+    module.base_model.enable_adapter_layers()
+    config = module.peft_config["default"]
+    module.delete_adapter("default")
+    module.add_adapter("default", config)
+    module.set_adapter("default")
+    assert "(('default',), False, False), added again, and the engine" in raised_alike(ValueError, source.shards)

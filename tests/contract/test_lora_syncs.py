@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from torch.distributed import distributed_c10d
 from worlds import on_ranks
 
@@ -178,6 +179,13 @@ def test_the_engine_gets_pefts_own_adapter(layout: Layout) -> None:
     assert time.monotonic() - started < SOON, "the others waited in the collective"
     server.refuses = True
     assert "rank 0: RuntimeError: SGLang refused the adapter" in failing(manager)
+    layer: Any = next(each for each in module.modules() if isinstance(each, LoraLayer))
+    layer.scale_layer(0.5)
+    assert "is scaled by" in failing(manager)
+    layer.scale_layer(2)
+    frozen = next(p for n, p in module.named_parameters() if ".lora_" not in n).requires_grad_()
+    assert "changes in training, but is no part of the adapter" in failing(manager)
+    frozen.requires_grad_(False)
     server.refuses = False
     factor = next(parameter for name, parameter in module.named_parameters() if "lora_A" in name)
     first: torch.Tensor = getattr(factor, "_local_tensor", factor).detach().view(-1)[:1]

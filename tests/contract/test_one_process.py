@@ -367,12 +367,15 @@ READ, HELD = "changed on the way to the engine", "do not hold what was sent of"
         ("staging", True, "never", READ),
         ("staging", False, "always", HELD),
         ("staging", False, "never", ""),
+        ("exchanged", True, "never", READ),
+        ("exchanged", False, "always", HELD),
     ],
 )
 @on_ranks(1)
 def test_a_flip_is_found(where: str, hashed: bool, verify: str, expected: str, qwen2: str, tmp_path: Path) -> None:
-    """Flips a bit in a packed slot, in the trainer's memory before the engine reads it, or in the engine's own."""
-    delivery, key = ("staged", "staged") if where == "staging" else ("in place", "auto")
+    """Flips a bit in a packed slot, in the trainer's memory before the engine reads it, or in the engine's own; or two
+    buckets of one tensor change places."""
+    delivery, key = ("staged", "staged") if where in ("staging", "exchanged") else ("in place", "auto")
     place = OneProcess(qwen2, tmp_path, verify=verify, delivery=key)
     for _ in range(2):
         place.sync()
@@ -382,21 +385,25 @@ def test_a_flip_is_found(where: str, hashed: bool, verify: str, expected: str, q
         "engine": (session._load, "finish", lambda: place.model.c),
         "trainer": (sender, "hash_parameters", lambda: weights["c.q.weight"]),
         "staging": (sender, "pack", lambda: sender._slot(0)),
+        "exchanged": (sender, "pack", lambda: sender._slot(len(flipped))),
     }[where]
     honest = getattr(owner, name)
 
     def flipping(*args: Any) -> Any:
         done = honest(*args)
-        if not flipped:
+        if len(flipped) < 1 + (where == "exchanged"):
             flipped.append(memory())
-            flipped[0].view(torch.uint8).view(-1)[4] ^= 64
+            if where != "exchanged":
+                flipped[0].view(torch.uint8).view(-1)[4] ^= 64
+            elif len(flipped) == 2:
+                torch._foreach_copy_(flipped, [flipped[1].clone(), flipped[0].clone()])
         return done
 
     unseen = nullcontext() if hashed else reads_unseen()
     fails: Any = pytest.raises(SyncError) if expected else nullcontext()
     with unseen, mock.patch.object(owner, name, flipping), fails as caught:
         place.sync()
-    named = "a.weight" if where == "staging" else "c.q.weight"
+    named = "a.weight" if delivery == "staged" else "c.q.weight"
     assert flipped and (not expected or all(words in str(caught.value) for words in (expected, named)))
     assert place.manager.report.delivery == delivery
     place.end_well()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks what a script gives to ``SpmdRollout`` before any engine runs: prompts, groups, arguments, refusals."""
 
+from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import Qwen2Config
 from worlds import on_ranks
 
@@ -43,11 +48,13 @@ def test_importing_the_package_imports_no_torch(tmp_path: Path) -> None:
 def test_a_state_dict_may_hold_a_tied_end_twice_and_is_staged() -> None:
     end, config = torch.rand(8, 4), {"model_type": "qwen2_5_vl", "tie_word_embeddings": True, "text_config": {}}
     end[0] = float("nan")  # which is refused by its name, and not as another plan
-    for head, sent in ((end, 1), (end.clone(), 1), (end + 1, 2)):
+    for first, (head, sent) in product(("model.embed_tokens", "wte"), ((end, 1), (end.clone(), 1), (end + 1, 2))):
         given = Given(config)
-        given.take({"tower.embed_tokens.weight": end * 2, "model.embed_tokens.weight": end, "lm_head.weight": head})
+        given.take({"tower.embed_tokens.weight": end * 2, f"{first}.weight": end, "lm_head.weight": head})
         source = open_source("", given, backend=SpmdShardingManager.backend).agree_on_layout(Agreement(10.0))
         assert len(source.shards()) == 1 + sent and not source.readable_in_place
+    given.take({"w": TwoTensor(torch.ones(2), torch.ones(2))})
+    assert source.shards()[0].run is None, "a subclass of tensors has no memory that a kernel could read"
 
 
 @pytest.mark.parametrize(
@@ -163,3 +170,10 @@ def test_sources_that_cannot_be_synced_are_refused_by_name() -> None:
     ]
     for source, error, words in unknown:
         assert words in raised_alike(error, Given({}).take, source)
+    fsdp1 = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
+    for wrapped, kind in ((DistributedDataParallel, "fsdp2"), (fsdp1, "fsdp")):
+        module: Any = torch.nn.Linear(2, 2)
+        module.config = SimpleNamespace(model_type="none")
+        given.take(torch.compile(wrapped(module)))
+        source = open_source("", given, backend=SpmdShardingManager.backend)
+        assert given.kind == kind and {shard.base.key for shard in source.shards()} == {"weight", "bias"}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Run
-from verl_sync_plugin.layout.tensors import ALIGNMENT, Base, Bucket, Entry, Hull, Plan, View, hulls_of
+from verl_sync_plugin.layout.tensors import ALIGNMENT, Base, Bucket, Plan, View
 from verl_sync_plugin.trainers.megatron.parts import Part, RankLayout, match
 
 SIZES = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "int64"}
@@ -214,13 +214,3 @@ def test_ranks_that_do_not_hold_each_element_once_are_refused(shares: list[Run],
     parts = [Part("w", (place,), (4,), "bfloat16", (view,)) for place, view in enumerate(views)]
     with pytest.raises(ValueError, match=said):
         match([RankLayout((part,), ((0, 1),)) for part in parts])
-
-
-def test_hulls() -> None:
-    pieces = {"a": [(0, 16), (64, 16)], "b": [(16, 8)], "tied": [(0, 16), (64, 16)], "c": [(20, 9)]}
-    entries = [
-        Entry(name, "uint8", (64,), None, 64, tuple(Run(at, 0, nbytes) for at, nbytes in parts))
-        for name, parts in pieces.items()
-    ]
-    ends = [Hull(first, first + 16, ("a", "tied")) for first in (0, 64)]
-    assert hulls_of(entries) == [ends[0], Hull(16, 29, ("b", "c"), equal=False), ends[1]]

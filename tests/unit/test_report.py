@@ -17,10 +17,7 @@ import pytest
 from fresh_process import python
 from verl_sync_plugin import report as reports
 from verl_sync_plugin.cli import main
-from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.tensors import Base, View
-from verl_sync_plugin.report import MAX_SPANS, PHASE_STAGES, REPORT_FILE_VARIABLE, SyncReport, progress, progress_line
-from verl_sync_plugin.transport.protocol import ALL
+from verl_sync_plugin.report import MAX_SPANS, PHASE_STAGES, REPORT_FILE_VARIABLE, SyncReport, progress
 
 
 def report(**changes: Any) -> SyncReport:
@@ -87,21 +84,18 @@ def test_of_several_replicas_bytes_add_up_and_the_worst_of_the_rest_counts() -> 
 
 
 def test_a_long_sync_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    bases = tuple(Base(f"w{i}", "uint8", 1, (10**7,), (View(f"w{i}", (10**7,), 0, 10**7),)) for i in range(4))
-    plan, measured = plan_buckets(bases, 10**7), SyncReport.begun(3, "M", rank=0)
-    assert progress_line(measured, 6.2) == "sync of step 3: 6 s so far, no bucket handed over yet"
-    measured.handed_over = (plan, ALL)
-    assert "bucket 4 of 4, 0.04 of 0.04 GB" in progress_line(measured, 11.0)
-    measured.handed_over = (plan, 0)
     assert reports.EVERY_SECONDS == 5.0
     monkeypatch.setattr(reports, "EVERY_SECONDS", 0.15)
-    for speaks, seconds, most in ((True, 0.0, 0), (False, 0.4, 0), (True, 0.55, 4)):
+    for speaks, seconds, loaded in ((True, 0.0, 0), (False, 0.4, 0), (True, 0.55, 1), (True, 0.55, 2)):
+        measured = report(
+            delivery="in place" if loaded == 2 else "", spans=[("plan", 0.0, 0.1), ("engine_load", 0.0, 0.1)]
+        )
         with pytest.raises(RuntimeError), progress(measured, speaks), measured.stage("connect"):
             time.sleep(seconds)
             raise RuntimeError
         said = capsys.readouterr().out.splitlines()
-        assert bool(said) == bool(most) and len(said) <= most, said
-        assert all("bucket 1 of 4, 0.01 of 0.04 GB, now in connect" in line for line in said)
+        assert bool(said) == bool(loaded) and len(said) <= 4, said
+        assert all(f"0 s so far, {loaded} of 2 buckets loaded, now in connect" in line for line in said), said
     assert "sync progress" not in {thread.name for thread in threading.enumerate()}
 
 

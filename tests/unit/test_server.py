@@ -336,6 +336,28 @@ def test_all_schedulers_have_to_flush() -> None:
         assert asyncio.run(compat.flush_cache(manager)) == second
 
 
+def test_an_adapter_is_replaced_that_sglang_counts_as_used_for_good() -> None:
+    """Up to 0.5.21 by requests that it has refused, or aborted in its queue."""
+    from sglang.srt.lora.lora_registry import LoRARef, LoRARegistry
+
+    registry = LoRARegistry()
+
+    async def unload(request: Any) -> Any:
+        await registry.wait_for_unload(await registry.unregister(request.lora_name))
+        return SimpleNamespace(success=True)
+
+    async def replace() -> None:
+        await registry.register(LoRARef(lora_name="a", lora_path="b"))
+        await registry.acquire("a")
+        await asyncio.wait_for(compat.replace_adapter(manager, "a", {}, b""), 5)
+
+    idle, load = AsyncMock(return_value=False), AsyncMock(return_value=SimpleNamespace(success=True))
+    given = {"server_args.tp_size": 1, "model_update_lock.is_locked": idle, "load_lora_adapter_from_tensors": load}
+    manager = mock.Mock(lora_registry=registry, unload_lora_adapter=unload, **given)
+    asyncio.run(replace())
+    assert load.await_count == 1
+
+
 def test_a_scripts_engine_releases_memory_once_it_is_idle() -> None:
     """SGLang ends itself when it is asked to release a moment after its last answer."""
     server, flushed = object.__new__(ScriptServer), SimpleNamespace(success=True, message="")

@@ -135,9 +135,9 @@ class PackTable:
             size = base.itemsize
             run = Run(segment * bucket.stride + part.offset, part.begin * size, count * size)  # and where in the shard
             for index, found in partition.meet(run):
-                at, group = found.source, self._tensors[hulls[index].names[0]]
+                at, position, group = found.source, bucket.first + found.source, self._tensors[hulls[index].names[0]]
                 place, source = (len(places), at) if alone else (places[part.base], found.target * grow)
-                yield Block(source, at, at, found.width, region=place, group=group, grow=grow, dtype=dtype)
+                yield Block(source, at, position, found.width, region=place, group=group, grow=grow, dtype=dtype)
 
 
 def segment_of(bucket: Bucket, rank: int) -> int:
@@ -215,7 +215,7 @@ class Packer:
             parts = (self.plan, self.plan.buckets, self.rank, self._tensors, self._device)
             self._whole = PackTable(*parts, found)
             for bucket in self.plan.buckets:
-                low, kinds = segment_of(bucket, self.rank) * bucket.stride, found.kinds
+                low, kinds = bucket.first + segment_of(bucket, self.rank) * bucket.stride, found.kinds
                 quantized = [part for part in bucket.slices if kinds.get(part.base) == QUANTIZED]
                 self._quantized += (replace(part, offset=low + part.offset) for part in quantized)
                 hulls = hulls_in_segment(bucket, self.rank) if quantized else []
@@ -230,7 +230,7 @@ class Packer:
         """Hashes and checks what this rank has packed; costs a read more than the kernel."""
         for hull in hulls_in_segment(bucket, self.rank):
             data = memory[hull.first - origin : hull.end - origin]
-            self._sums[self._tensors[hull.names[0]]] += hash_bytes(data, hull.first)
+            self._sums[self._tensors[hull.names[0]]] += hash_bytes(data, bucket.first + hull.first)
         low = segment_of(bucket, self.rank) * bucket.stride
         for entry in bucket.entries:
             dtype = getattr(torch, entry.dtype)

@@ -2,7 +2,7 @@
 """Blocks of bytes, and their hash in plain torch operations: used without Triton, and the reference for the kernel.
 
 The hash of some bytes is the sum, modulo 2^64, over all 8-byte words of lower half times ``f`` plus upper half times
-``g``, both odd pseudo-random factors below 2^32 of the word's place in the bucket. A word may be cut: its parts add up
+``g``, both odd pseudo-random factors below 2^32 of the word's place in all buckets. A word may be cut: its parts add up
 to it. So the sum does not depend on how the bytes were cut into copies or in which order they ran. One changed bit
 changes it by an odd multiple of at most 2^31, which does not vanish either when up to 2^32 readers of the same bytes
 are added up (multiplied as whole words, the upper bits would). Several changed words go unnoticed where their
@@ -31,7 +31,7 @@ class Block:
     Attributes:
         source: byte where the first run is read, relative to the start of region number ``region``.
         target: byte where it is written, relative to one target address for all blocks.
-        position: byte offset in the bucket of what is read or written; what the hash depends on.
+        position: byte offset in all buckets of what is read or written; what the hash depends on.
         group: number of the sum that the block's hash goes into.
         grow: bytes read per byte written: 2 casts fp32 to bf16; ``width`` then counts what is written.
         dtype: of the elements written, where NaN and Inf are to be looked for; else empty.
@@ -74,7 +74,7 @@ def hash_bytes(data: torch.Tensor, position: int) -> torch.Tensor:
 
     Args:
         data: uint8 of shape ``(n,)``, contiguous.
-        position: byte offset of the first one in the bucket.
+        position: byte offset of the first one in all buckets.
 
     Returns:
         int64 of shape ``()`` on the device of ``data``.

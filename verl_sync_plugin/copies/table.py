@@ -264,16 +264,11 @@ def kernel_works(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
     try:
-        return _try_out(device)
+        source = torch.arange(256, dtype=torch.uint8, device=device)
+        target, sums = torch.zeros_like(source), torch.zeros(1, dtype=torch.int64, device=device)
+        bases = addresses(target.data_ptr(), [source.data_ptr()], device)
+        KernelTable([Block(0, 0, 0, 16)], device).run(bases, sums)
+        return bool(torch.equal(source[:16], target[:16]) and sums.item() != 0)
     except Exception as error:  # no Triton, no C compiler, an unknown device: all end in plain copies
         say(f"the Triton kernel does not work here, so copies run one by one: {error!r}")
         return False
-
-
-def _try_out(device: torch.device) -> bool:
-    source = torch.arange(256, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
-    sums = torch.zeros(1, dtype=torch.int64, device=device)
-    bases = addresses(target.data_ptr(), [source.data_ptr()], device)
-    KernelTable([Block(0, 0, 0, 16)], device).run(bases, sums)
-    return bool(torch.equal(source[:16], target[:16]) and sums.item() != 0)

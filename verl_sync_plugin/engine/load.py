@@ -55,22 +55,14 @@ class LayoutKey:
 
     def __init__(self, model: EngineModel) -> None:
         self._model = model
-        self._walk()
-
-    def _walk(self) -> None:
-        self._modules = list(self._model.module.modules())
-        self._children = self._children_now()
-        self._owned = [owned for module in self._modules for owned in (module._parameters, module._buffers)]
-
-    def _children_now(self) -> list[object]:
-        return [child for module in self._modules for child in module._modules.values()]
+        self._modules, self._children = list[torch.nn.Module](), list[object]()
 
     def now(self) -> Layout:
         """The layout at this moment; equal to another as long as nothing has moved."""
-        known = self._children
-        found = self._children_now()
-        if len(found) != len(known) or any(a is not b for a, b in zip(found, known, strict=True)):
-            self._walk()
+        if not self._modules or self._children != [child for each in self._modules for child in each._modules.values()]:
+            self._modules = list(self._model.module.modules())
+            self._children = [child for each in self._modules for child in each._modules.values()]
+            self._owned = [owned for each in self._modules for owned in (each._parameters, each._buffers)]
         tensors = tuple(
             (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
             for owned in self._owned
@@ -185,10 +177,7 @@ class ModelLoad:
             for name, moves in self._moves.items()
             if any(move.dtype != self._entries[name].dtype or is_turned(move) for _, move in moves)
         )
-        self._works = [
-            self._cut(entries, segment)
-            for entries, segment in zip(self.manifest.buckets, self.manifest.segments, strict=True)
-        ]
+        self._works = [self._cut(index) for index in range(len(self.manifest.buckets))]
         self._ready = [(self._copier.prepare(w.copies), self._copier.prepare(w.reads)) for w in self._works]
         self._read_sums = torch.zeros(len(parts), dtype=torch.int64, device=self.device)
         self.replayed = 0 if self.map.own_load else len(self._names)
@@ -196,29 +185,32 @@ class ModelLoad:
         views = [(each, view) for each in self.map.constants for view in _views(each, flats[each.storage])]
         self._zeros = [view for each, view in views if not any(each.bits)]
         self._bits = [(view, _bits_of(each, view)) for each, view in views if any(each.bits)]
-        entries_of: dict[str, list[Entry]] = {}
-        for entry in (entry for entries in self.manifest.buckets for entry in entries):
-            entries_of.setdefault(entry.name, []).append(entry)
+        entries_of: dict[str, list[tuple[Entry, int]]] = {}
+        for entries, first in zip(self.manifest.buckets, self.manifest.firsts, strict=True):
+            for entry in entries:
+                entries_of.setdefault(entry.name, []).append((entry, first))
         parts_held = held_parts(self.map, self._dtypes, self._owners)
         self._held = _HeldWork(parts_held, entries_of, self._names, self._copier)
         self._say()
 
-    def _cut(self, entries: tuple[Entry, ...], segment: int) -> _Work:
-        copies, reads, whole = list[Block](), list[Block](), list[Entry]()
+    def _cut(self, index: int) -> _Work:
+        copies, reads, whole, entries = list[Block](), list[Block](), list[Entry](), self.manifest.buckets[index]
         for entry in entries:
             if self.map.own_load or entry.name in self._by_scratch:
                 whole.append(entry)
-                reads += self._blocks(entry, segment, packed=True)
+                reads += self._blocks(entry, index, packed=True)
             else:
-                copies += self._blocks(entry, segment)
+                copies += self._blocks(entry, index)
         for hull in hulls_of(entries) if self._whole else ():
             first, part = hull.first, self._whole.get(self._owners[self._numbers[hull.names[0]]])
+            region, position = first // self.manifest.segments[index], self.manifest.firsts[index] + first
             if part is not None:
-                reads.append(Block(first, 0, first, hull.end - first, region=first // segment, group=part))
+                reads.append(Block(first, 0, position, hull.end - first, region=region, group=part))
         return _Work(copies, reads, tuple(whole))
 
-    def _blocks(self, entry: Entry, segment: int, packed: bool = False) -> Iterator[Block]:
+    def _blocks(self, entry: Entry, index: int, packed: bool = False) -> Iterator[Block]:
         """Composes a bucket's pieces of a tensor with its moves; ``packed`` is only read."""
+        segment, start = self.manifest.segments[index], self.manifest.firsts[index]
         size, tensor = size_of(entry.dtype), self._numbers[entry.name] if entry.dtype == "float8_e4m3fn" else -1
         for part, move in self._moves.get(entry.name, ()):
             first = 0 if packed else self._storages.flats[move.storage].data_ptr()
@@ -236,8 +228,8 @@ class ModelLoad:
                         if count > 1 and apart == (width, width, width):
                             width, count, apart = width * count, 1, (0, 0, 0)
                         yield Block(
-                            found.source, first + found.target, found.source, width, count, *apart[:2], apart[0],
-                            region=found.source // segment, group=part, tensor=tensor, place=inside.target,
+                            found.source, first + found.target, start + found.source, width, count, *apart[:2],
+                            apart[0], region=found.source // segment, group=part, tensor=tensor, place=inside.target,
                             place_stride=apart[2],
                         )  # fmt: skip
 
@@ -363,17 +355,18 @@ class _HeldWork:
     """Hashes parameters: those in the order of their tensor at once, the others one by one with their blocks."""
 
     def __init__(
-        self, parts: Sequence[tuple[int, Move]], entries: dict[str, list[Entry]], names: Sequence[str], copier: Copier
-    ) -> None:
+        self, parts: Sequence[tuple[int, Move]], entries: dict[str, list[tuple[Entry, int]]], names: Sequence[str],
+        copier: Copier,
+    ) -> None:  # fmt: skip
         plain, self._turned = list[Block](), list[tuple[str, Move, str, Prepared]]()
         for group, (_, move) in enumerate(parts):
             name = names[move.tensor]
-            dtype = entries[name][0].dtype
+            dtype = entries[name][0][0].dtype
             other = is_turned(move) or move.dtype != dtype
             box, region = (move.box.packed(), 0) if other else (move.box, move.storage)
             blocks = [
-                Block(r.target, 0, r.source, r.width, r.count, r.target_stride, 0, r.source_stride, region, group)
-                for entry in entries[name]
+                Block(r.target, 0, at + r.source, r.width, r.count, r.target_stride, 0, r.source_stride, region, group)
+                for entry, at in entries[name]
                 for run in box.runs(size_of(dtype))
                 for piece in entry.pieces
                 for r in compose(piece, run)
@@ -410,7 +403,7 @@ class _Where:
 
     def __init__(self, bucket: int, manifest: Manifest, lives: Sequence[Live], place: int) -> None:
         world, segment = manifest.worlds[bucket], manifest.segments[bucket]
-        self._bucket = bucket
+        self._bucket, self._start = bucket, manifest.firsts[bucket]
         rows: list[tuple[int, int, int, int, int]] = []
         first_region = 0
         for number, live in enumerate(lives):
@@ -437,7 +430,7 @@ class _Where:
                 number, inside = divmod(run.source - block.source, block.source_stride or block.width)
                 place += number * block.place_stride + inside
             yield Block(
-                source + (run.source - first) * grow, run.target, run.source, run.width, run.count,
+                source + (run.source - first) * grow, run.target, self._start + run.source, run.width, run.count,
                 run.source_stride * grow, run.target_stride, run.source_stride, region, block.group, grow,
                 tensor=block.tensor, place=place, place_stride=block.place_stride,
             )  # fmt: skip

@@ -259,14 +259,9 @@ def starts_of(first: int, dims: Iterable[tuple[int, int]]) -> np.ndarray:
     return starts
 
 
-def row_major(shape: Sequence[int]) -> list[int]:
-    """The strides of a contiguous tensor."""
-    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-
-
 def own_box(shape: Sequence[int], strides: Sequence[int] | None) -> Box:
     """All elements of a tensor, in its own order."""
-    strides = row_major(shape) if strides is None else strides
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))] if strides is None else strides
     return box_of(shape, strides, strides, 0, 0)
 
 

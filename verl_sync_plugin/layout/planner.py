@@ -51,7 +51,8 @@ def plan_buckets(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = Fal
                         break
                     queue.popleft()
             queues = {owners: queue for owners, queue in queues.items() if queue}
-            buckets.append(_seal(bases, slices, max(used), world))
+            first = buckets[-1].first + buckets[-1].nbytes if buckets else 0
+            buckets.append(_seal(bases, slices, max(used), world, first))
     digest = hashlib.sha256(repr((bases, bucket_bytes, sharded)).encode()).hexdigest()
     return Plan(bases, tuple(buckets), digest, sharded)
 
@@ -80,7 +81,7 @@ def _refuse_duplicates(bases: tuple[Base, ...]) -> None:
             seen.add(name)
 
 
-def _seal(bases: tuple[Base, ...], slices: list[Slice], stride: int, world: int) -> Bucket:
+def _seal(bases: tuple[Base, ...], slices: list[Slice], stride: int, world: int, first: int) -> Bucket:
     """The bucket of these slices, with the tensors that have bytes in it."""
     found: dict[str, tuple[Base, View, list[Run]]] = {}
     for part in slices:
@@ -106,4 +107,4 @@ def _seal(bases: tuple[Base, ...], slices: list[Slice], stride: int, world: int)
         pieces.sort(key=lambda piece: piece.target)
         nbytes = view.span * base.itemsize
         entries.append(Entry(name, base.dtype, view.shape, view.strides, nbytes, tuple(pieces)))
-    return Bucket(world, stride, tuple(slices), tuple(entries))
+    return Bucket(world, stride, tuple(slices), tuple(entries), first)

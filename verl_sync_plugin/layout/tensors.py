@@ -107,12 +107,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One transfer: ``world`` segments of ``stride`` bytes. ``world`` is 1 when every rank holds all of it."""
+    """One transfer: ``world`` segments of ``stride`` bytes. ``world`` is 1 when every rank holds all of it. ``first``:
+    the bytes of all buckets before it, from which the places of a hash count."""
 
     world: int
     stride: int
     slices: tuple[Slice, ...]
     entries: tuple[Entry, ...]
+    first: int = 0
 
     @property
     def nbytes(self) -> int:

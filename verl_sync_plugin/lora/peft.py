@@ -141,7 +141,7 @@ class Adapters:
 
         refuse_others(model)
         self.weights: list[LoRAWeight] = []
-        self._modules: list[tuple[str, Any, tuple[tuple[str, ...], bool, bool]]] = []
+        self._modules: list[tuple[str, Any, tuple[tuple[str, ...], bool, bool, list[Any]]]] = []
         for wrapped, module in model.named_modules():
             if isinstance(module, LoraLayer):
                 self._modules.append((clean_name(wrapped), module, _state(module)))
@@ -154,18 +154,20 @@ class Adapters:
 
     def check(self) -> None:
         """Raises ValueError, with the name of a module, when other adapters are in use by now."""
-        for name, module, (active, off, merged) in self._modules:
-            if (now := _state(module)) != (active, off, merged):
+        for name, module, before in self._modules:
+            if (now := _state(module)) != before:
+                again = ", added again" if now[:3] == before[:3] else ""
                 raise ValueError(
-                    f"module {name!r}: in the first sync the active adapters were {active} (switched off: {off}, "
-                    f"merged: {merged}), now they are {now[0]} ({now[1]}, {now[2]}), and the engine has the former. "
-                    "Switch back to the former."
+                    f"module {name!r}: the adapters (active, off, merged) were {before[:3]} in the first sync, "
+                    f"now they are {now[:3]}{again}, and the engine has the former. Switch back to the former."
                 )
 
 
-def _state(module: Any) -> tuple[tuple[str, ...], bool, bool]:
-    """The adapters that are active, and whether they are switched off or merged."""
-    return tuple(module.active_adapters), bool(module.disable_adapters), bool(module.merged_adapters)
+def _state(module: Any) -> tuple[tuple[str, ...], bool, bool, list[Any]]:
+    """The adapters that are active, whether they are switched off or merged, and the modules of their factors."""
+    active, factors = tuple(module.active_adapters), module.lora_A
+    held = [factors[name] for name in active if name in factors]
+    return active, bool(module.disable_adapters), bool(module.merged_adapters), held
 
 
 def refuse_incomplete(weights: Mapping[str, LoRAWeight], exported: Container[str], factors: Sequence[str]) -> None:

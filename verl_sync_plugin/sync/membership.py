@@ -130,8 +130,8 @@ class Membership:
 
     def describe(self) -> Member:
         place, world = dist.get_rank(), dist.get_world_size()
-        device, cumem = _device_name(self._device), os.environ.get(CUMEM, "")
-        named = self._name, uuid.uuid4().hex
+        device = str(torch.cuda.get_device_properties(self._device).uuid) if self._device.type == "cuda" else ""
+        cumem, named = os.environ.get(CUMEM, ""), (self._name, uuid.uuid4().hex)
         return Member(self._key, self._trainer, place, world, device, *named, self._address, cumem)
 
     def join(self, rank: int, members: tuple[Member, ...]) -> bool:
@@ -197,7 +197,3 @@ class Membership:
             self.ranks.close()
         self.own.close()
         self.ranks, self.own, self._name = None, ALONE, ""
-
-
-def _device_name(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""

@@ -118,8 +118,11 @@ class Way(ABC):
     def handshake(self, sync: Sync, known: str) -> Ready:
         """Opens the sync with this rank's engine rank, whose channel the sender has adopted; not collective. ``known``
         names the ``LoadMap`` that is known of it. Raises RuntimeError or OSError where it is gone, silent or fails."""
+        me, sources, paired = self._me, self._sources, self._me in self._sources
+        # What all hold is read from its own trainer rank; where that is none of them, the ranks share them out
+        place = sources.index(me) if paired else me % len(sources)
         hello = Hello(
-            sync.plan.digest, self._stagings, place_of(self._me, self._sources), self._me in self._sources,
+            sync.plan.digest, self._stagings, place, paired,
             tuple(live.key for live in self._lives), sync.verified, known,
         )  # fmt: skip
         return self._sender.handshake(hello, sync.plan, self._lives)
@@ -141,7 +144,6 @@ class Way(ABC):
         """Has the next sync take another way."""
 
     def _load(self, sync: Sync, index: int, slot: int) -> None:
-        sync.report.handed_over = (sync.plan, index)
         if self._loads:
             self._sender.load(index, slot)
 
@@ -474,12 +476,6 @@ class Ways:
     def fall_back(self, error: WayRefusedError) -> None:
         """The way chosen last was out of reach: the next sync takes another one."""
         self._chosen.fall_back(error)
-
-
-def place_of(rank: int, sources: tuple[int, ...]) -> int:
-    """Chooses the source from which a rank's engine rank reads what all of them hold: its own trainer rank; where that
-    is none of them, another one, so that the ranks share them out."""
-    return sources.index(rank) if rank in sources else rank % len(sources)
 
 
 def ranks_of(group: dist.ProcessGroup | None, alone: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from verl_sync_plugin.lora.peft import ADAPTER, Adapters, adapter_of, carries_ad
 from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, TrainerBackend
 from verl_sync_plugin.trainers.fsdp1 import FSDP1Source
 from verl_sync_plugin.trainers.fsdp2 import FSDP2Source
-from verl_sync_plugin.trainers.lora import MergingSource
+from verl_sync_plugin.trainers.lora import TRAINED, MergingSource, refuse_unserved
 from verl_sync_plugin.trainers.naming import Naming, checkpoint_rewrite, unsaved_of
 
 
@@ -56,7 +56,7 @@ class FSDPTrainer(TrainerBackend):
 
     def open_adapter(self, source: ParameterSource) -> ServedAdapter:
         assert isinstance(source, MergingSource), "an adapter is served"
-        return PEFTAdapter(source, self.adapter_config)
+        return PEFTAdapter(source, self.adapter_config, self._model)
 
     def _plain_source(self) -> ParameterSource:
         model = self._model.get_base_model() if self._peft else self._model
@@ -83,13 +83,17 @@ class FSDP1Trainer(FSDPTrainer):
 
 
 class PEFTAdapter(ServedAdapter):
-    """Args: ``source``: unmerged; ``config``: PEFT's ``LoraConfig``."""
+    """Args: ``source``: unmerged; ``config``: PEFT's ``LoraConfig``; ``model``: that carries it."""
 
-    def __init__(self, source: MergingSource, config: Any) -> None:
-        self._source = source
+    def __init__(self, source: MergingSource, config: Any, model: torch.nn.Module) -> None:
+        self._source, self._model = source, model
         self.settings = config.to_dict()
 
     def gather(self, run: str) -> Generator[None, None, dict[str, torch.Tensor]]:
+        named, scaling = self._model.named_parameters(), self.settings["lora_alpha"] / self.settings["r"]
+        refuse_unserved((n, TRAINED) for n, p in named if p.requires_grad and not is_adapter(n))
+        weights = [each for each in self._source.weights.values() if each.scaling != scaling]
+        refuse_unserved((w.name, f"is scaled by {w.scaling:g}, in the engine by {scaling:g}") for w in weights)
         self._source.shards()
         factors = self._source.factors
         names = tuple(name for name in factors.shards if adapter_of(name) == ADAPTER)

@@ -32,26 +32,29 @@ class FSDP1Source(ParameterSource):
     def __init__(self, root: FullyShardedDataParallel, naming: Naming) -> None:
         self._root = root
         self._naming = naming
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._buffer_source = StateDictSource(lambda: self._naming.rename(self._buffers), naming, ())
+        self._others: dict[str, torch.Tensor] = {}  # buffers, and parameters that FSDP1 is to ignore
+        self._other_source = StateDictSource(lambda: naming.rename(self._others), naming, naming.parameters_of(root))
         # The bases of each flat parameter, and where in it they begin
         self._known: dict[tuple[object, ...], list[tuple[Base, tuple[ParameterName, ...], int]]] = {}
 
     def shards(self) -> list[Shard]:
         # Before the first forward FSDP1 has not laid out its local shards yet
         _lazy_init(self._root, self._root)
-        shards, self._buffers = list[Shard](), {}
+        shards, self._others = list[Shard](), {}
         for name, module in self._root.named_modules():
             if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
                 shards += self._flat_parameter(clean_name(name), module._handle)
-            for own, buffer in module.named_buffers(recurse=False):
+            ignored = ((own, p) for own, p in module.named_parameters(recurse=False) if p in self._root._ignored_params)
+            for own, tensor in (*module.named_buffers(recurse=False), *ignored):
                 if own not in module._non_persistent_buffers_set:
-                    self._buffers[clean_name(_join(name, own))] = buffer
-        shards += self._buffer_source.shards()
-        self._buffers = {}
+                    self._others[clean_name(_join(name, own))] = tensor
+        shards += self._other_source.shards()
+        self._others = {}
         return shards
 
     def _flat_parameter(self, unit: str, handle: Any) -> Iterator[Shard]:
+        if handle._use_orig_params and not handle._skip_writeback_check:  # as before its own state dict
+            handle._writeback_orig_params()  # takes over parameters whose ``data`` was replaced
         flat = handle.flat_param
         full = int(flat._unpadded_unsharded_size.numel())
         own, edges, rank = flat, [0, full], 0

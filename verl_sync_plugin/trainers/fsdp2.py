@@ -54,7 +54,8 @@ class StateDictSource(ParameterSource):
         if known is None or (known.layout is not layout and known.layout != layout) or known.names != names:
             known = self._known[names[0]] = self._learn(names, tensor, layout)
         run = held if type(held) is torch.Tensor and not held.requires_grad else held.detach()
-        return Shard(known.base, partial(run.reshape, -1), None, known.members, run if run.is_contiguous() else None)
+        plain = type(run) is torch.Tensor and run.is_contiguous()  # else torch reads it: a subclass may have no memory
+        return Shard(known.base, partial(run.reshape, -1), None, known.members, run if plain else None)
 
     def _learn(self, names: list[str], tensor: torch.Tensor, layout: object) -> _Known:
         lengths = self._lengths(names[0], tensor) if isinstance(tensor, DTensor) else (tensor.numel(),)

@@ -9,13 +9,13 @@ source of a PEFT model under FSDP.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 
 import torch
 import torch.distributed as dist
 
-from verl_sync_plugin.config.settings import TURN_OFF
+from verl_sync_plugin.config.settings import MODEL, TURN_OFF
 from verl_sync_plugin.layout.tensors import Base, ParameterName, Shard
 from verl_sync_plugin.lora.merge import Scratch, Target, steps_of, targets_of
 from verl_sync_plugin.lora.peft import Adapters, Weight, is_adapter, refuse_incomplete
@@ -26,6 +26,7 @@ from verl_sync_plugin.transport.agreement import take_part, until
 # Bytes of whole fp32 factors that are gathered at a time, if one bucket does not need more: every round costs all ranks
 # an exchange over gloo and a collective
 GATHER_BYTES = 64 << 20
+TRAINED = "changes in training, but is no part of the adapter, so the engine would not get it"
 Gathering = Generator[None, None, dict[str, torch.Tensor]]  # whole factors, by state-dict key
 Merge = Callable[[torch.Tensor, int], torch.Tensor]  # see ``Shard.merge``
 
@@ -37,6 +38,12 @@ def reached(device: torch.device, seconds: float) -> None:
     event = torch.cuda.Event()
     event.record()
     until(event.query, seconds, f"the device did not finish what ranks exchange within {seconds:g} s")
+
+
+def refuse_unserved(found: Iterable[tuple[str, str]]) -> None:
+    """Raises ValueError for the first parameter, with the reason, that an engine which serves the adapter lacks."""
+    for name, why in found:
+        raise ValueError(f"{MODEL}.lora.merge=False: {name!r} {why}. Set {MODEL}.lora.merge=True.")
 
 
 # ---- factors: kept as shards, gathered whole. What is gathered together travels in one collective per dtype: every
@@ -210,7 +217,7 @@ class MergingSource(Merging):
         super().__init__(device, timeout_seconds, merges)
         self._inner = inner
         self._adapters = adapters
-        self._weights = {weight.name: weight for weight in adapters.weights}
+        self.weights = {weight.name: weight for weight in adapters.weights}
         self.exported: list[tuple[Shard, tuple[Target, ...]]] = []  # what travels, and what is merged into it
         self._recipes: dict[str, Recipe] = {}
         self._checked = False
@@ -241,13 +248,13 @@ class MergingSource(Merging):
             self.exported.append((merging, targets))
         if not self._checked:
             exported = {target.weight.name for _, targets in self.exported for target in targets}
-            refuse_incomplete(self._weights, exported, tuple(self.factors.shards))
+            refuse_incomplete(self.weights, exported, tuple(self.factors.shards))
             self._checked = True
         return [shard for shard, _ in self.exported]
 
     def _targets(self, members: Sequence[ParameterName]) -> Iterator[Target]:
         for member in members:
-            if (weight := self._weights.get(member.name)) is None:
+            if (weight := self.weights.get(member.name)) is None:
                 continue
             if self._merges and len(members) > 1:
                 tied = " and ".join(each.name for each in members)

@@ -39,6 +39,7 @@ class Given:
     def take(self, source: Any) -> bool:
         """Notes what a sync is to read; True if it is another module or kind than before, or has other modules in it.
         Raises TypeError, or ValueError for a module, where it cannot be read."""
+        source = getattr(source, "_modules", {}).get("_orig_mod", source)  # what torch.compile has wrapped
         modules = list(source.modules()) if isinstance(source, torch.nn.Module) else []
         if source is self.source and modules == self._modules and not isinstance(source, Mapping):
             return False
@@ -118,14 +119,16 @@ class MadeForOneSync(StateDictSource):
         return [each for each in super().shards() if not {view.name for view in each.base.views} <= self._left_out]
 
 
-def _differ(state: State, tied: Iterable[str]) -> bool:
-    """True if a tied end holds other bytes than every embedding."""
-    ends = [_bytes(state[name]) for name in state if name.endswith("embed_tokens.weight")]
-    return not all(any(torch.equal(_bytes(state[name]), end) for end in ends) for name in tied if name in state)
+def _differ(state: State, tied: frozenset[str]) -> bool:
+    """True if a tied end holds other bytes than every other tensor."""
+    others = [tensor for name, tensor in state.items() if name not in tied]
+    return not all(any(_same(state[name], other) for other in others) for name in tied if name in state)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return local(tensor).detach().contiguous().view(torch.uint8)
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    return torch.equal(*(local(each).detach().contiguous().view(torch.uint8) for each in (one, other)))
 
 
 class ScriptTrainer(TrainerBackend):

@@ -33,7 +33,7 @@ from verl_sync_plugin.layout.tensors import Entry, Plan
 from verl_sync_plugin.transport.memory import Live, StagingExport
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 21
+PROTOCOL_VERSION = 22
 
 ALL = -1  # in place of a bucket: all of them at once
 
@@ -130,12 +130,14 @@ class Manifest:
         buckets: the tensors.
         worlds: number of segments.
         segments: bytes per segment.
+        firsts: as in ``Bucket``.
         sharded: segments are in the slots of several ranks.
     """
 
     buckets: tuple[tuple[Entry, ...], ...]
     worlds: tuple[int, ...]
     segments: tuple[int, ...]
+    firsts: tuple[int, ...]
     sharded: bool = False
 
     @classmethod
@@ -144,6 +146,7 @@ class Manifest:
             tuple(bucket.entries for bucket in plan.buckets),
             tuple(bucket.world for bucket in plan.buckets),
             tuple(bucket.stride for bucket in plan.buckets),
+            tuple(bucket.first for bucket in plan.buckets),
             plan.sharded,
         )
 

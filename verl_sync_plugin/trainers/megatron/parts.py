@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from verl_sync_plugin.layout.load_map import length, spans_of
-from verl_sync_plugin.layout.strided import Run
 from verl_sync_plugin.layout.tensors import View
 
 
@@ -101,16 +100,12 @@ def _unit(ranks: tuple[int, ...], name: str, found: dict[int, Part]) -> Unit:
         raise ValueError(f"{who} no copy {of}")
     for number, view in enumerate(like.views):
         runs = [run for part, _ in unit for run in part.views[number].shares if run.width]
-        held, different = sum(run.width * run.count for run in runs), _different(runs)
+        firsts = [(run.target + np.arange(run.count) * run.target_stride, run.width) for run in runs]
+        different = length(spans_of([np.stack((first, first + width), 1) for first, width in firsts]))
+        held = sum(run.width * run.count for run in runs)
         if held != view.span or different != held:
             raise ValueError(f"{who} {different} of {view.span} elements, {held - different} of them twice, {of}")
     return unit
-
-
-def _different(runs: Iterable[Run]) -> int:
-    """Counts the elements of a tensor that runs hold, each once."""
-    firsts = [(run.target + np.arange(run.count) * run.target_stride, run.width) for run in runs]
-    return length(spans_of([np.stack((first, first + width), 1) for first, width in firsts]))
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -26,7 +26,7 @@ from verl_sync_plugin.layout.tensors import Base, Shard, View
 from verl_sync_plugin.lora.merge import targets_of
 from verl_sync_plugin.lora.peft import Weight
 from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, TrainerBackend, WirePolicy, dtype_name
-from verl_sync_plugin.trainers.lora import Merge, Merging
+from verl_sync_plugin.trainers.lora import TRAINED, Merge, Merging, refuse_unserved
 from verl_sync_plugin.trainers.megatron.bridge import BridgeReader, NotACopyError
 from verl_sync_plugin.trainers.megatron.model import HeldTensor, ModelTensors, flat, unwrapped
 from verl_sync_plugin.trainers.megatron.parts import Part, RankLayout, match, replicas
@@ -338,10 +338,7 @@ class BridgeAdapter(ServedAdapter):
             trained = [n for n, p in chunk.named_parameters() if p.requires_grad and p.numel() and ".adapter." not in n]
             if getattr(chunk.config, "moe_router_enable_expert_bias", False):
                 trained += [name for name, _ in chunk.named_buffers() if name.endswith("expert_bias")]
-            if trained:
-                why = "changes in training, but is no part of the adapter, so the engine would not get it"
-                merge = "actor_rollout_ref.model.lora.merge"
-                raise ValueError(f"{merge}=False: {trained[0]!r} {why}. Set {merge}=True.")
+            refuse_unserved((name, TRAINED) for name in trained)
         yield
         with self._guard.watching(run):
             return {f"base_model.model.{name}": tensor.detach() for name, tensor, *_ in self._open()}
