@@ -127,8 +127,7 @@ class SyncReport:
         """True if engine ranks read parameters where they lie."""
         return self.delivery == "in place"
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    as_dict = asdict
 
     def line(self) -> str:
         """The sync in one line that fits a terminal; everything else is in the report file and in verl's metrics."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import asdict
 
 from verl_sync_plugin.config.settings import DEFAULT_MEGABYTES, SyncConfig, bucket_megabytes
 from verl_sync_plugin.errors import RankLostError, RolloutError, SyncError
@@ -128,6 +129,7 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
 
     def _call(self, what: str, method: str, *arguments: Any) -> Any:
         """Calls a server's method on all engines; returns this rank's answer, ``None`` without one. Collective."""
+        self._refuse_closed()
         with errors(what):
             return self._awaited(what, None if self._ask is None else self._ask(method, *arguments))
 
@@ -154,9 +156,9 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
         """
         self._refuse_closed()
         manager, agreement = self._manager, self._agreement
+        version = (self._version or 0) + 1 if version is None else int(version)
         if agreement.any("looking at the source of the weights", lambda: self._given.take(source)):
             manager.source = None  # another model: what is known of the last one's layout goes
-        version = (self._version or 0) + 1 if version is None else version
         tags = [WEIGHTS] if WEIGHTS in self._released else []
         manager.keeps_staging = not self._released
         around = SyncReport()
@@ -196,12 +198,10 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
         self._resume(KV_CACHE)
 
     def _release(self, tag: str) -> None:
-        self._refuse_closed()
         self._released.add(tag)  # also of an engine that fails, or releases it too late: a resume asks each
         self._call(f"release of {tag}", "release_tags", [tag])
 
     def _resume(self, tag: str) -> None:
-        self._refuse_closed()
         with errors(f"resume of {tag}"):
             self._agreement.step("making room for the engine", lambda: release_cache(self.device))
         self._call(f"resume of {tag}", "wake", [tag])
@@ -225,7 +225,8 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
         with errors("generating"):
             agreement = self._agreement
             request = agreement.step("looking at the prompts", lambda: request_of(token_ids, sampling))
-            digests = agreement.gather("comparing the prompts", hashlib.sha256(pickle.dumps(request)).digest())
+            digest = agreement.step("packing the prompts", lambda: hashlib.sha256(pickle.dumps(request)).digest())
+            digests = agreement.gather("comparing the prompts", digest)
             with agreement.attempt():
                 if len({digests[rank] for rank in self.ranks}) > 1:
                     raise ValueError("the ranks of one engine gave different prompts or parameters: give the same.")
@@ -266,7 +267,7 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
 
 
 def script_sync_config(sync: SyncConfig | Mapping[str, Any] | None) -> SyncConfig:
-    config = sync if isinstance(sync, SyncConfig) else SyncConfig.from_mapping(sync)
+    config = SyncConfig.from_mapping(asdict(sync) if isinstance(sync, SyncConfig) else sync)
     if config.pause != "abort" or config.max_probs_diff is not None or not config.enabled:
         raise ValueError(
             f"sync.pause={config.pause!r}, sync.max_probs_diff={config.max_probs_diff}, sync.enabled="

@@ -141,7 +141,7 @@ class Comparison:
                 f"is left out does not matter, {TURN_OFF}."
             )
         if self.map is not None:
-            self.tensor_count, self.unwritten = self.map.tensor_count, unwritten(self.map)
+            self.tensor_count, self.unwritten = sum(len(s.tensors) for s in self.map.storages), unwritten(self.map)
             self._refuse_unwritten(frozenset(names))
 
     def _refuse_unwritten(self, sent: frozenset[str]) -> None:

@@ -162,7 +162,7 @@ def read_in_place(member: Rank) -> None:
     trainer.share(member.trainer, member.folder)
     delivered(member, 1, in_place=False)
     delivered(member, 2, in_place=True)
-    assert not manager.sender.staged, "staging memory is given back"
+    assert not manager.sender.staging_bytes, "staging memory is given back"
     delivered(member, 3, in_place=True, awake=True)
     trainer.share(member.trainer, member.folder)
     delivered(member, 4, in_place=True)

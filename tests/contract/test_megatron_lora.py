@@ -14,7 +14,7 @@ from worlds import on_ranks
 
 from contract.reading import State
 from contract.sources import StandIn, manager_of
-from contract.test_megatron import check_exports, check_offloaded, error_of, reader_of
+from contract.test_megatron import check_exports, check_offloaded, converting, error_of, reader_of
 from hydra_run import CONFIG_DIR
 from megatron_cpu.engines import Layout, build, stock_export, train_step
 from verl_sync_plugin.trainers.base import export_shards
@@ -104,6 +104,18 @@ def test_adapters_of_another_kind_are_merged_by_the_bridge(checkpoint: str, layo
     )
     export_shards(True)
     check_exports(engine, "StreamSource", check_close)
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("qwen3-moe", Layout(2, tp=2, etp=2))], ids=str)
+@on_ranks("layout")
+def test_what_the_bridge_merges_wrongly_is_refused(checkpoint: str, layout: Layout) -> None:
+    """Factors of experts that are split, and weights whose conversion computes; where its stream has to be taken."""
+    reader = reader_of(with_factors(checkpoint, layout))
+    reader.sync()
+    for mapping, words in (("ReplicatedMapping", "experts"), ("QKVMapping", ".linear_qkv.to_wrap.weight'")):
+        with converting(mapping, lambda stock: {name: tensor + 1 for name, tensor in stock().items()}):
+            text = error_of(reader_of(with_factors(checkpoint, layout)).sync)
+            assert "Megatron-Bridge merges it wrongly" in text and words in text, text
 
 
 @on_ranks(2)

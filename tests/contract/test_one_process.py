@@ -309,7 +309,7 @@ def test_staging_memory_stays(short: list[bool], failing: int, stays: list[bool]
             place.sync()
         assert number == failing or place.model.holds(place.source.weights)
         (session,) = loader._sessions.values()
-        found.append((place.manager.sender.staged, bool(session._stagings), asked[0] > 0))
+        found.append((place.manager.sender.staging_bytes > 0, bool(session._stagings), asked[0] > 0))
         place.train()
     place.close()
     to_come = [False, *(not stayed for stayed in stays[:-1])]

@@ -124,6 +124,7 @@ GIVEN: list[tuple[Any, dict[str, tuple[Any, Any]], str]] = [
     (QWEN2, {"sync": ({"max_probs_diff": 0.1},) * 2}, "sync.max_probs_diff=0.1"),
     (QWEN2, {"sync": ({"enabled": False},) * 2}, "sync.enabled=False"),
     (QWEN2, {"sync": ({"no_such_key": 1},) * 2}, "no_such_key"),
+    (QWEN2, {"sync": (SyncConfig(verify="allways"),) * 2}, "verify='allways'"),
     (QWEN2, {"update_weights_bucket_megabytes": (0, 0)}, "a bucket must hold at least 1 MiB"),
     (QWEN2, {"dtype": ("int8", "int8")}, "dtype='int8': not a dtype"),
     (LLAMA4, {}, "Use another model"),

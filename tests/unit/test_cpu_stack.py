@@ -23,22 +23,6 @@ def test_a_new_interpreter_loads_nothing_of_ours_where_it_is_off(platform: dict[
     assert said(tmp_path, code, **platform) == "set()"
 
 
-@pytest.mark.parametrize(
-    ("given", "vendor"), [({"VERL_PLATFORM": " CPU "}, "nvidia"), ({"VERL_PLATFORM": "cpu", OURS[2]: "amd"}, "amd")]
-)
-def test_environment_defaults_respect_what_is_set(given: dict[str, str], vendor: str, tmp_path: Path) -> None:
-    code = f"import os; print(*map(os.environ.get, {OURS[1:4]!r}))"
-    assert said(tmp_path, code, **given).split() == ["cuda", vendor, "1"]
-
-
-def test_what_the_stand_in_of_sgl_kernel_lacks_is_named(tmp_path: Path) -> None:
-    code = "from verl.utils import device\nfrom sgl_kernel.kvcacheio import transfer_kv_per_layer\n"
-    for call in ("transfer_kv_per_layer(1)", "device.get_torch_device().no_such_call"):
-        code += f"try: {call}\nexcept Exception as error: print(error)\n"
-    out = said(tmp_path, code, VERL_PLATFORM="cpu")
-    assert "kvcacheio.transfer_kv_per_layer needs the real sgl_kernel" in out and "no_such_call" in out
-
-
 def test_a_real_package_wins(tmp_path: Path) -> None:
     (tmp_path / "sgl_kernel").mkdir()
     (tmp_path / "sgl_kernel" / "__init__.py").write_text("REAL = True\n")

@@ -274,6 +274,9 @@ def test_a_rollout_config_of_the_users_counts_where_it_does_for_stock_verl(tmp_p
         OmegaConf.save({"hydra": {"searchpath": path}, "defaults": ["ppo_trainer", "_self_"]}, tmp_path / "main.yaml")
         rollout = hydra_run.run(tmp_path, sglang, name="main", config_dir=tmp_path).actor_rollout_ref.rollout
         assert rollout.get("mine") == mine and ("custom" in rollout) is (mine is None)
+    defaults = ["ppo_trainer", {"/rollout@judge": "rollout"}, "_self_"]  # the group twice
+    OmegaConf.save({"hydra": {"searchpath": [verls]}, "defaults": defaults}, tmp_path / "main.yaml")
+    assert hydra_run.run(tmp_path, sglang, "judge.name=vllm", name="main", config_dir=tmp_path).judge.name == "vllm"
 
 
 def test_what_verl_moves_has_verls_own_config(tmp_path: Path) -> None:

@@ -57,8 +57,6 @@ REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
     ((f"{LORA}.alpha=5", f"{MODEL}.lora_alpha=4"), f"lora.alpha=5 and {MODEL}.lora_alpha=4", "Remove one"),
     # adapters that are loaded
     ((f"{LORA}.rank=0", f"{MODEL}.lora_adapter_path=/a"), "lora_adapter_path='/a': no LoRA rank", "lora_rank"),
-    (f"{MODEL}.lora_adapter_path=/nope", "lora_adapter_path='/nope': there is no such folder", "Give the"),
-    (f"{LORA}.adapter_path=./nope", "lora_adapter_path='./nope': there is no such folder", "Give the"),
     # what stock verl would not read: it would train all parameters
     *((off, f"{LORA}.rank=8 with custom.sync.enabled=False", f"{MODEL}.lora_rank=8 {MODEL}.lora_alpha=32") for off in (
         "actor_rollout_ref.rollout.custom.sync.enabled=False", "+sync=stock")),
@@ -100,7 +98,7 @@ def settled(*overrides: str, strategy: str = "fsdp2") -> DictConfig:
     [
         ((), (0, 16, "all-linear", None, None)),
         (("_rank=8",), (8, 16, "all-linear", None, None)),
-        ((".rank=8", "_rank=8"), (8, 32, "all-linear", None, None)),
+        ((".rank=8", "_rank=8"), (8, 16, "all-linear", None, None)),
         ((".rank=8", "_alpha=5"), (8, 5, "all-linear", None, None)),
         ((".rank=8", ".alpha=64", ".target_modules=[q]", ".exclude_modules=[v]"), (8, 64, ["q"], ["v"], None)),
         ((".rank=8", ".adapter_path=/on/a/worker"), (8, 32, "all-linear", None, "/on/a/worker")),
@@ -164,7 +162,6 @@ MORE: dict[str, Any] = {
 
 def test_what_of_an_adapters_folder_is_refused(tmp_path: Path) -> None:
     path = f"{MODEL}.lora_adapter_path={tmp_path}"
-    assert "it holds no adapter_config.json" in refused(*adapted(path))
     for kind in (IA3Config, VeraConfig, PromptTuningConfig):
         kind(task_type="CAUSAL_LM").save_pretrained(tmp_path)
         for key, strategy, merge in (("lora_adapter_path", "fsdp", True), ("lora.adapter_path", "fsdp2", False)):

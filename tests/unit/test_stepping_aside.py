@@ -44,6 +44,7 @@ CASES: list[tuple[Given, str]] = [
     ((ON_MEGATRON, f"{MEGATRON}.vanilla_mbridge=True"), f"{MEGATRON}.vanilla_mbridge=True: weight sync serves"),
     ((f"+{ARGUMENTS}.speculative_algorithm=NEXTN",), f"{ARGUMENTS}.speculative_algorithm='NEXTN' without "),
     ((f"{ROLLOUT}.dtype=auto",), f"{ROLLOUT}.dtype='auto': "),
+    ((f"{ROLLOUT}.dtype=auto", f"{ROLLOUT}.checkpoint_engine.backend=nccl"), f"{ROLLOUT}.dtype='auto': "),
     *(((f"+{ARGUMENTS}.{key}={value}",), f"{ARGUMENTS}.{key}={value!r}: weight sync goes by {ROLLOUT}.{key}=")
       for key, value in (("dtype", "float16"), ("load_format", "auto"))),
 ]  # fmt: skip
@@ -140,7 +141,8 @@ def test_what_verl_moves_by_itself_is_not_refused_for_its_model(tmp_path: Path) 
     """Another checkpoint engine than ``naive`` has nothing of ours, so a quantized checkpoint is verl's affair."""
     path = checkpoint(tmp_path, "LlamaForCausalLM", quantization_config={"bits": 4})
     for backend in ("nccl", "async_plugin", "nccl_plugin"):  # the last two are somebody else's
-        assert rollout_of(path, f"{ROLLOUT}.checkpoint_engine.backend={backend}").name == "sglang"
+        legacy = "trainer.use_v1=False"  # a V1 trainer does not ask it where engines share its GPUs
+        assert rollout_of(path, legacy, f"{ROLLOUT}.checkpoint_engine.backend={backend}").name == "sglang"
 
 
 @pytest.mark.parametrize(

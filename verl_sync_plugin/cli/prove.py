@@ -111,7 +111,6 @@ def prove(options: argparse.Namespace, checks: list[Check], reports: list[SyncRe
     import torch
     from transformers import AutoModelForCausalLM
 
-    from verl_sync_plugin.rollouts import LOCAL, rollout_of
     from verl_sync_plugin.spmd import SpmdRollout, errors
     from verl_sync_plugin.trainers.base import trainer_device
     from verl_sync_plugin.transport.agreement import Agreement
@@ -130,7 +129,6 @@ def prove(options: argparse.Namespace, checks: list[Check], reports: list[SyncRe
         gpu_memory_utilization=options.gpu_memory_utilization,
         random_weights=False,
         sync={"verify": "always"},
-        engine={"custom_weight_loader": [rollout_of(LOCAL).DIGEST_LOADER]},
     ) as rollout:
 
         def digests() -> Digests:  # empty on the ranks that own no engine, which print nothing

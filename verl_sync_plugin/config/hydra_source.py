@@ -78,7 +78,7 @@ class SyncConfigSource(ConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         config, path = rollout_config(), f"{self.scheme()}://{self.path}"
-        config.defaults = [{"/hydra/callbacks@_global_.hydra.callbacks.verl_sync": "verl_sync"}, "_self_"]
+        config.defaults = ["/hydra/callbacks/verl_sync@_global_.hydra.callbacks.verl_sync", "_self_"]
         return ConfigResult(config=config, path=path, provider=self.provider, header={"package": None})
 
     def is_group(self, config_path: str) -> bool:

@@ -86,7 +86,8 @@ def apply_keys(config: DictConfig, overrides: Sequence[str] = (), program: str =
         return ""
     refuse_misplaced(config)
     on = program not in WITHOUT_SYNC and syncs(actor_rollout_ref, overrides)
-    unserved = stepping_aside(actor_rollout_ref, overrides) if on else ""
+    ours = moves(rollout) or on_trainers_gpus(config)
+    unserved = stepping_aside(actor_rollout_ref, overrides, ours) if on else ""
     if unserved or not on:
         if not resolved and not sync_config_of(rollout).enabled:  # by the user, and not by the line below
             refuse_unread_rank(actor_rollout_ref.model, OmegaConf.select(actor_rollout_ref, "actor.strategy"))
@@ -94,9 +95,10 @@ def apply_keys(config: DictConfig, overrides: Sequence[str] = (), program: str =
         leave_to_verl(rollout, resolved)
         return unserved or f"{OFF}{dropped and f', without {dropped}'}"
     apply_rollout_keys(rollout, resolved)
+    check_rollout(rollout, ours)
     refuse_values(MODEL, actor_rollout_ref.model)
-    refuse_combinations(config, moves(rollout))
-    settle_trainer(actor_rollout_ref)
+    refuse_combinations(config, ours)
+    settle_trainer(actor_rollout_ref, ours)
     rest = ", ".join(changed(rollout))
     if rest and not moves(rollout) and OmegaConf.select(config, MODE_KEY) == SEPARATE_ASYNC:
         return f"weight sync on; to the separate rollout {backend_of(rollout)} moves the weights, without {rest}"
@@ -136,13 +138,19 @@ def moves(rollout: Any) -> bool:
     return backend_of(rollout) in ("naive", SEPARATE_BACKEND)
 
 
-def stepping_aside(actor_rollout_ref: Any, overrides: Sequence[str]) -> str:
+def on_trainers_gpus(config: Any) -> bool:
+    """True if engines share the trainer's GPUs, which verl's V1 trainers sync by ``naive``, whatever the backend is."""
+    v1 = OmegaConf.select(config, "trainer.use_v1") and not ("async_training" in config or "rollout" in config)
+    return bool(v1 and config.actor_rollout_ref.get("hybrid_engine", True))
+
+
+def stepping_aside(actor_rollout_ref: Any, overrides: Sequence[str], ours: bool) -> str:
     """The line that says why stock verl moves the weights, as it does without the plugin; empty where the plugin can.
     Raises ValueError where one of our keys was given, or stock verl would train other parameters."""
     rollout, strategy = actor_rollout_ref.rollout, OmegaConf.select(actor_rollout_ref, "actor.strategy")
     engine = rollout_of(rollout.name)
     cause = _unserved_trainer(actor_rollout_ref, strategy, engine.ENGINE)
-    cause = cause or (engine.left_to_verl(rollout) if moves(rollout) else "")
+    cause = cause or (engine.left_to_verl(rollout) if ours else "")
     if not cause:
         return ""
     if backend_of(rollout) == SEPARATE_BACKEND:
@@ -179,7 +187,7 @@ def asked_for(rollout: Any, overrides: Sequence[str]) -> str:
     """The first key under ``rollout.custom.sync`` that the user gave (``enabled=True`` too), one by one or by
     ``+sync=...``, with its value; empty when nobody counts on the plugin."""
     for override in overrides if sync_config_of(rollout).enabled else ():
-        if override.lstrip("+~").startswith((f"{KEY_PREFIX}.", "sync=")):
+        if override.lstrip("+~").startswith((f"{KEY_PREFIX}.", "sync=colocated", "sync=separate")):
             return override.lstrip("~")
     return next(iter(changed(rollout)), "")
 
@@ -198,7 +206,7 @@ def refuse_dropped(rollout: Any, overrides: Sequence[str], other: str, remedy: s
 
 
 def apply_rollout_keys(rollout: DictConfig, resolved: bool) -> None:
-    """Checks the rollout config of a run in which the plugin moves the weights, and writes its values."""
+    """Writes the values of the rollout config of a run in which the plugin moves the weights."""
     key, stock = f"{ROLLOUT}.checkpoint_engine", hydra_source.stock_rollout().checkpoint_engine[BUCKET]
     if not (checkpoint := section(rollout, "checkpoint_engine", key)):
         raise ValueError(f"{key}=None: verl and weight sync need it. Leave it out to keep verl's default.")
@@ -215,7 +223,6 @@ def apply_rollout_keys(rollout: DictConfig, resolved: bool) -> None:
         rollout.update({BUCKET: short} if ours else {})
         if not (ours and hydra_source.given(rollout, "multi_stage_wake_up", True)):
             rollout.multi_stage_wake_up = True
-    check_rollout(rollout)
     if backend_of(rollout) == SEPARATE_BACKEND:  # of all the rollout's keys, verl hands it only these
         sync = OmegaConf.to_container(OmegaConf.select(rollout, "custom.sync") or OmegaConf.create({}), resolve=True)
         settings = {"sync": sync, "dtype": str(rollout.dtype), "rollout": str(rollout.name)}
@@ -229,24 +236,25 @@ def leave_to_verl(rollout: DictConfig, resolved: bool) -> None:
         if rollout.get("_target_") == hydra_source.TARGET:
             size = rollout.pop(BUCKET, None)
             if OmegaConf.is_dict(checkpoint := rollout.checkpoint_engine):
-                checkpoint[BUCKET] = checkpoint[BUCKET] if size is None else bucket_megabytes(size, None)
+                size = checkpoint.get(BUCKET) if size is None else bucket_megabytes(size, None)
+                checkpoint.update({} if size is None else {BUCKET: size})
             if not hydra_source.given(rollout, "multi_stage_wake_up", True, resolved):
                 rollout.multi_stage_wake_up = stock.multi_stage_wake_up
             rollout._target_ = stock._target_
-            if OmegaConf.is_dict(rollout.custom):
-                rollout.custom.pop("sync", None)
-            if not rollout.custom and "custom" not in stock:
-                rollout.pop("custom")
+            if OmegaConf.is_dict(custom := rollout.get("custom")):
+                custom.pop("sync", None)
+            if not custom and "custom" not in stock:
+                rollout.pop("custom", None)
         if rollout.get("name") in ROLLOUTS:
             OmegaConf.update(rollout, "custom.sync", {"enabled": False}, force_add=True)
 
 
-def settle_trainer(actor_rollout_ref: Any) -> None:
+def settle_trainer(actor_rollout_ref: Any, ours: bool) -> None:
     """Refuses what the sync cannot serve of the actor's model, and makes ``model.lora.*`` and the flat keys one, where
     verl itself reads only the flat ones: every process, verl's own code included, then sees the same."""
     strategy, model = OmegaConf.select(actor_rollout_ref, "actor.strategy"), actor_rollout_ref.model
     rollout, engine = actor_rollout_ref.rollout, rollout_of(actor_rollout_ref.rollout.name)
-    if moves(rollout):
+    if ours:
         engine.refuse_quantization(rollout, model)
         engine.refuse_checkpoint(str(model.get("path")), model.get("override_config"), rollout)
     stock: Any = OmegaConf.to_container(OmegaConf.load(hydra_source.verl_configs() / "model" / "hf_model.yaml"))
@@ -257,7 +265,7 @@ def settle_trainer(actor_rollout_ref: Any) -> None:
             for key, value in unify(plain, stock, engine).items():
                 if value is not None:
                     OmegaConf.update(model, key, value, force_add=True)
-        if moves(rollout):
+        if ours:
             refuse_lora(model, strategy, engine)
     if strategy == "megatron":
         refuse_megatron_lora(actor_rollout_ref.actor.megatron, model)
@@ -288,13 +296,13 @@ class SyncRolloutConfig(RolloutConfig):
         compat.refuse_stranger("rollout replica", name, RolloutReplicaRegistry._registry[name], (ours.load_replica,))
 
 
-def check_rollout(rollout: Any) -> None:
+def check_rollout(rollout: Any, ours: bool = False) -> None:
     """Checks all keys of a rollout config (dataclass or settled DictConfig)."""
     if not is_on(rollout):
         return
     bucket_megabytes(rollout.get(BUCKET, None), rollout.checkpoint_engine[BUCKET])
     refuse_values(ROLLOUT, rollout)
-    if moves(rollout):
+    if ours or moves(rollout):
         rollout_of(rollout.get("name")).refuse_keys(rollout)
 
 
@@ -328,7 +336,8 @@ class CheckKeys(Callback):
 
 def _refuse_unsettled(config: DictConfig, settled: DictConfig, line: str) -> None:
     """Refuses a multirun's config that needs settling where no V1 trainer will settle it (``hooks/trainer.py``)."""
-    if OmegaConf.select(config, "trainer.use_v1") is True and OmegaConf.select(config, "hydra.job.name") == "main_ppo":
+    name, use_v1 = (OmegaConf.select(config, key) for key in ("hydra.job.name", "trainer.use_v1"))
+    if name == "main_ppo" and use_v1 is True and "rollout" not in config:  # that of one_step_off has one
         return
     todo = [f"{KEY_PREFIX}.enabled=False"] if line.startswith(NOT_IN_USE) else []
     if (wanted := OmegaConf.select(settled, "actor_rollout_ref.model")) is not None:

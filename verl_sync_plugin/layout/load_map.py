@@ -189,11 +189,6 @@ class LoadMap(msgspec.Struct, frozen=True, array_like=True, dict=True):
         """Names the map."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()
 
-    @property
-    def tensor_count(self) -> int:
-        """The number of the model's parameters and persistent buffers."""
-        return sum(len(storage.tensors) for storage in self.storages)
-
 
 def size_of(dtype: str) -> int:
     """Bytes of an element."""

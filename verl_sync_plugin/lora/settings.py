@@ -64,7 +64,7 @@ def unify(model: Mapping[str, Any], stock: Mapping[str, Any], engine: Rollout) -
             raise ValueError(f"{MODEL}.lora.{key}={value!r}: an FSDP trainer takes only {taken}. Remove it.")
     alpha = given("alpha", "lora_alpha")
     if alpha is None:
-        alpha = stock_block["alpha"] if block.get("rank") else stock["lora_alpha"]
+        alpha = stock["lora_alpha"] if model.get("lora_rank") else stock_block["alpha"]  # as verl with that rank
     found: dict[str, Any] = {"lora_rank": rank, "lora_alpha": alpha, "lora_adapter_path": path}
     for key in _MODULES:
         value = given(key, key)
@@ -106,13 +106,12 @@ def refuse_lora(model: Any, strategy: str, engine: Rollout) -> None:
     where = f"{MODEL}.target_modules={plain['target_modules']!r}"
     if path is not None:
         where = f"{MODEL}.lora_adapter_path={path!r}"
-        _refuse_absent(where, path, plain["path"])
         try:
             settings = json.loads((Path(path).expanduser() / "adapter_config.json").read_text())
         except (OSError, ValueError):  # this machine cannot read it
             return
         refuse_config(where, settings)
-        if not plain["lora"].get("merge"):
+        if not (plain.get("lora") or {}).get("merge"):
             _refuse_existing(plain, where, settings, engine)
     _refuse_ends(plain, where, settings, strategy)
 
@@ -129,16 +128,6 @@ def refuse_unread_rank(model: Any, strategy: str, cause: str = "custom.sync.enab
             f"and would train all parameters. Give LoRA by verl's flat keys: {MODEL}.lora_rank={rank} "
             f"{MODEL}.lora_alpha={alpha}, and {MODEL}.target_modules; they mean the same with the plugin."
         )
-
-
-def _refuse_absent(where: str, path: str, model: str) -> None:
-    """Raises ValueError for an adapter that is not where this machine would see it; a name of a hub's passes."""
-    folder, remedy = Path(path), "Give the whole path of a folder that PEFT has saved an adapter to"
-    if not folder.is_dir():
-        if path.startswith(("/", ".", "~")) and (folder.parent.is_dir() or Path(model).expanduser().is_dir()):
-            raise ValueError(f"{where}: there is no such folder. {remedy}.")
-    elif not (folder / "adapter_config.json").is_file():
-        raise ValueError(f"{where}: it holds no adapter_config.json. {remedy}.")
 
 
 def _refuse_existing(plain: Mapping[str, Any], where: str, settings: Mapping[str, Any], engine: Rollout) -> None:
@@ -177,7 +166,7 @@ def _refuse_ends(plain: Mapping[str, Any], where: str, settings: Mapping[str, An
     except re.error as error:
         named = f"{MODEL}.target_modules={modules.target_modules!r}"
         raise ValueError(f"{named}: not a valid regular expression ({error})") from error
-    if adapted and tied and plain["lora"].get("merge"):
+    if adapted and tied and (plain.get("lora") or {}).get("merge"):
         raise ValueError(f"{where} adapts {adapted[0]}, but embedding and head of {plain['path']} are {TIED}.")
     # verl makes each an FSDP unit, and of an adapted one it shards the outer module before the one inside
     if adapted and not tied and strategy == "fsdp2":

@@ -58,7 +58,6 @@ class Rollout(Protocol):
     STOCK_ADAPTER: str  # verl's own, in whose place it is registered
     STOCK_LOADER: str  # the function in ``verl.workers.rollout.replica`` that imports verl's replica
     LOADER_MODULE: str  # the module that the engine imports for its loads
-    DIGEST_LOADER: str  # what the engine has to list as a weight loader for its server's ``digests`` to work
 
     def load_replica(self) -> type:
         """Imports our replica class, after verl's own preparation of the engine's imports."""

@@ -90,7 +90,7 @@ class SyncAdapter:
         # verl's base class fills in device_mesh later
         self._separate = None if device_mesh is not None else SeparateReceiver(self._make_separate)
         self.makes_room = self._separate is None  # our worker may, around the syncs of this rollout
-        self._sync = sync_config_of(config)
+        self._sync, self.real_weights = sync_config_of(config), not str(config.load_format).startswith("dummy")
         self._manager: ShardingManager | None = None
         # With resident weights verl makes no first-stage call; False of a config without our keys is verl's default
         two_stages = config.multi_stage_wake_up or not hasattr(config, BUCKET) or self.serves_adapter
@@ -114,10 +114,6 @@ class SyncAdapter:
     def find_server(self) -> Any:
         """The handle of the engine's server actor."""
         raise NotImplementedError
-
-    @property
-    def real_weights(self) -> bool:
-        return not str(self.config.load_format).startswith("dummy")
 
     async def _init_server_adapter(self, **more: Any) -> None:
         """Finds the server actor. Replaces verl's, which builds an HTTP client that this path does not use."""

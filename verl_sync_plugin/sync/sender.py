@@ -63,11 +63,6 @@ class BucketSender:
         self._under_way: dict[int, Callable[[], bool]] = {}  # by slot, whether its pack and broadcast are done
 
     @property
-    def staged(self) -> bool:
-        """True if there is staging memory."""
-        return self._staging is not None
-
-    @property
     def staging_bytes(self) -> int:
         """Size of the staging memory; 0 when there is none."""
         return 0 if self._staging is None else self._staging.memory.numel()

@@ -291,7 +291,7 @@ class Staged(Way):
     def needs_staging(self, sync: Sync) -> bool:
         """True if ``stage`` has to come first."""
         known = self._plan is not None and self._plan.digest == sync.plan.digest
-        return not known or (self._holds(sync.plan) and not self._sender.staged)
+        return not known or (self._holds(sync.plan) and not self._sender.staging_bytes)
 
     def _holds(self, plan: Plan) -> bool:
         """True if this rank has slots."""

@@ -28,17 +28,14 @@ class FSDPTrainer(TrainerBackend):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._peft = carries_adapter(self._model)
+        # PEFT's config of verl's adapter; ``None`` where it has another name
+        self.adapter_config = (getattr(self._model, "peft_config", None) or {}).get(ADAPTER)
         self.serves_adapter = self._peft and not self.engine.model_config.lora.get("merge", False)
 
     @property
     def _model(self) -> Any:
         """The HF model inside an FSDP1 wrapper; an FSDP2 module is its own."""
         return getattr(self.engine.module, "_fsdp_wrapped_module", self.engine.module)
-
-    @property
-    def adapter_config(self) -> Any:
-        """PEFT's config of verl's adapter; ``None`` where it has another name."""
-        return (getattr(self._model, "peft_config", None) or {}).get(ADAPTER)
 
     def open_source(self) -> ParameterSource:
         if getattr(self.engine, "_qat_enabled", False):

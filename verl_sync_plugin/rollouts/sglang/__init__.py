@@ -130,6 +130,7 @@ def prepare_local(spec: LocalSpec) -> LocalLaunch:
         variable[RETAIN_COPY] = "1"
     if not spec.cuda:  # SGLang wants to know which cores each of its ranks has
         variable = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(spec.tensor_parallel_size)))}
+    loaders = spec.arguments.get("custom_weight_loader") or []
     arguments = {
         "log_level": "error",
         "skip_server_warmup": True,
@@ -142,7 +143,7 @@ def prepare_local(spec: LocalSpec) -> LocalLaunch:
         "load_format": "dummy" if spec.random_weights else "auto",
         "enable_weights_cpu_backup": copied,
         "skip_tokenizer_init": True,
-        "custom_weight_loader": [*(spec.arguments.get("custom_weight_loader") or []), f"{LOADER_MODULE}.load"],
+        "custom_weight_loader": [*loaders, f"{LOADER_MODULE}.load", DIGEST_LOADER],
     }
     given = arguments, spec.sync.timeout_seconds, spec.random_weights
     return LocalLaunch(ENGINE, f"{__name__}.script_server", given, variable, not spec.random_weights)

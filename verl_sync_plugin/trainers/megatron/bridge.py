@@ -37,6 +37,7 @@ from verl_sync_plugin.trainers.megatron.stream import Guard
 # Numbers of layers and of experts in a name, not the 1 of linear_fc1
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=weight)\d+$|(?<=bias)\d+$")
 _VOCABULARY = ("word_embeddings.weight", "output_layer.weight")  # padded where tensor parallelism does not divide it
+ADAPTED = ".to_wrap."  # in Megatron's name of a weight that an adapter wraps
 _COMPUTED_BY_ENGINES = ".rotary_emb.inv_freq"  # some checkpoints hold it; no engine reads it
 # More runs than this, shorter than that, mean a conversion that shuffles single elements of a large weight. To plan the
 # 2.9 million of a transposed projection took minutes and gigabytes
@@ -85,14 +86,18 @@ class BridgeReader:
             listed = self._bridge.get_conversion_tasks(self._chunks)
         exported = (task for task in listed if task and task.param_weight is not None and task.param_weight.numel())
         tasks = {(task.vp_stage, task.param_name): task for task in exported}
-        found = {}
+        found, computed = dict[int, Part](), list[str]()
         for number, _, all_held in model.named():
             for held in all_held:
-                task = tasks.pop((number, held.name), None)
-                if task is not None:
-                    found[held.place] = self._describe(task, held)
-        for task in tasks.values():
-            raise NotACopyError(f"{task.global_param_name!r} is neither a parameter nor the bias of a router")
+                if (task := tasks.pop((number, held.name), None)) is not None:
+                    try:
+                        found[held.place] = self._describe(task, held)
+                    except NotACopyError as error:
+                        computed.append(str(error))
+        others = "is neither a parameter nor the bias of a router"
+        computed += [f"{task.global_param_name!r} {others}" for task in tasks.values()]
+        for text in sorted(computed, key=lambda each: ADAPTED not in each):  # first one of an adapted weight
+            raise NotACopyError(text)
         return found
 
     def _describe(self, task: Any, held: HeldTensor) -> Part:
@@ -180,9 +185,7 @@ class BridgeReader:
         """Without the rows that pad a vocabulary, which no checkpoint has."""
         pretrained = self._bridge.hf_pretrained
         rows = getattr(getattr(pretrained, "config", pretrained).get_text_config(), "vocab_size", None)
-        name = task.global_param_name.replace(".to_wrap.", ".")
-        padded = rows is not None and name.endswith(_VOCABULARY) and tensor.shape[0] > rows
-        return tensor[:rows] if padded else tensor
+        return tensor[:rows] if task.global_param_name.replace(ADAPTED, ".").endswith(_VOCABULARY) else tensor
 
 
 def _names(mapping: Any) -> dict[str, str]:

@@ -10,7 +10,7 @@ Source: ``LoRAMerge.merge`` of ``megatron.bridge.peft.lora`` for which factor is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -20,20 +20,21 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin import log
-from verl_sync_plugin.config.refusals import LATE, NO_QAT, refuse_first, refuse_megatron_lora
-from verl_sync_plugin.config.settings import TURN_OFF
+from verl_sync_plugin.config.refusals import ACTOR, LATE, NO_QAT, refuse_first, refuse_megatron_lora
+from verl_sync_plugin.config.settings import MODEL, TURN_OFF
 from verl_sync_plugin.layout.tensors import Base, Shard, View
 from verl_sync_plugin.lora.merge import targets_of
 from verl_sync_plugin.lora.peft import Weight
 from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, TrainerBackend, WirePolicy, dtype_name
 from verl_sync_plugin.trainers.lora import TRAINED, Merge, Merging, refuse_unserved
-from verl_sync_plugin.trainers.megatron.bridge import BridgeReader, NotACopyError
+from verl_sync_plugin.trainers.megatron.bridge import ADAPTED, BridgeReader, NotACopyError
 from verl_sync_plugin.trainers.megatron.model import HeldTensor, ModelTensors, flat, unwrapped
 from verl_sync_plugin.trainers.megatron.parts import Part, RankLayout, match, replicas
 from verl_sync_plugin.trainers.megatron.stream import Guard, Stream, StreamSource
 from verl_sync_plugin.trainers.naming import tied_head
 from verl_sync_plugin.transport.agreement import Agreement
 
+ETP = "megatron.expert_tensor_parallel_size"
 _PLAIN = ("ParallelLinearAdapter", "GroupedExpertLinearAdapter")
 
 
@@ -136,8 +137,10 @@ class MegatronSource(Merging):
         self._bases, run = [], f"layout {agreement.new_name()}"
         layout = agreement.step("reading the layout of the trainer", lambda: self._read(run))
         layouts = agreement.gather("exchanging the layout of the trainer", layout)
-        if computed := next((layout.computed for layout in layouts if layout.computed), ""):
-            log.say(f"this model goes through the trainer's own weight stream, which is slower: {computed}")
+        if computed := [layout.computed for layout in layouts if layout.computed]:
+            if self.prepares:
+                agreement.step("looking at the adapters", lambda: refuse_bridges_merge(self._model, computed))
+            log.say(f"this model goes through the trainer's own weight stream, which is slower: {computed[0]}")
             return self._otherwise.agree_on_layout(agreement)
         bases = agreement.step("matching the layouts of all ranks", lambda: self._match(layouts))
         self.group = _replica_of(replicas(layouts))
@@ -282,6 +285,18 @@ def _group(experts: bool) -> dist.ProcessGroup | None:
     return group if dist.get_world_size(group) > 1 else None
 
 
+def refuse_bridges_merge(model: ModelTensors, computed: Sequence[str]) -> None:
+    """Raises ValueError where the stream of Megatron-Bridge (0.5.1) merges adapters wrongly: into weights whose
+    conversion computes (``computed`` tells which those are), and into experts that expert tensor parallelism splits.
+    Stock verl serves the same."""
+    paths = (path for _, chunk, _ in model.named() for path, each in chunk.named_modules() if hasattr(each, "to_wrap"))
+    found = [c for c in computed if ADAPTED in c] + [path for path in paths if ".experts." in path and _group(True)]
+    one = f"Leave its modules out of {MODEL}.lora.target_modules, or, if it is of experts, set {ACTOR}.{ETP}=1"
+    refuse_first(
+        f"{MODEL}.lora.merge=True: ", *((True, each, "Megatron-Bridge merges it wrongly", one) for each in found)
+    )
+
+
 def adapted_weights(model: ModelTensors, names: dict[int, str]) -> Iterator[AdaptedWeight]:
     """The adapted weights of a rank; ``names`` are the global ones of what travels, by place. Raises ValueError for a
     trained parameter that would never arrive, and NotACopyError for an adapter that only the bridge's stream merges."""
@@ -336,7 +351,9 @@ class BridgeAdapter(ServedAdapter):
         """Raises ValueError: whatever is trained next to the adapter would stay as it is in the engine."""
         for chunk in map(unwrapped, self._chunks):
             trained = [n for n, p in chunk.named_parameters() if p.requires_grad and p.numel() and ".adapter." not in n]
-            if getattr(chunk.config, "moe_router_enable_expert_bias", False):
+            if all(
+                getattr(chunk.config, f"moe_router_{key}", False) for key in ("enable_expert_bias", "bias_update_rate")
+            ):
                 trained += [name for name, _ in chunk.named_buffers() if name.endswith("expert_bias")]
             refuse_unserved((name, TRAINED) for name in trained)
         yield
