@@ -189,7 +189,7 @@ def converting(mapping: str, change: Callable[[Callable[[], State]], State]) -> 
 
 
 def norms_are_computed() -> Any:
-    """As Gemma's are, which are centered at zero in Megatron."""
+    """As Qwen3-Next's are, which are centered at zero in Megatron."""
     return converting("ReplicatedMapping", lambda stock: {name: tensor + 1 for name, tensor in stock().items()})
 
 
