@@ -111,14 +111,16 @@ def test_a_convolution_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("norm", "bias", "named"), [(False, False, ""), (True, False, "norm.weight"), (False, True, "expert_bias")]
+    ("norm", "rate", "named"), [(False, 0.0, ""), (True, 0.0, "norm.weight"), (False, 1e-3, "expert_bias")]
 )
-def test_what_megatron_trains_too_is_named(norm: bool, bias: bool, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_megatron_trains_too_is_named(
+    norm: bool, rate: float, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     adapted = torch.nn.ModuleDict({"adapter": torch.nn.Linear(2, 2)})
     chunk: Any = torch.nn.ModuleDict({"proj": adapted, "norm": torch.nn.LayerNorm(2)})
     chunk["norm"].requires_grad_(norm)
     chunk.register_buffer("expert_bias", torch.zeros(2))  # of a router
-    chunk.config = SimpleNamespace(moe_router_enable_expert_bias=bias)
+    chunk.config = SimpleNamespace(moe_router_enable_expert_bias=True, moe_router_bias_update_rate=rate)
     monkeypatch.setattr("verl_sync_plugin.trainers.megatron.trainer.unwrapped", lambda module: module)
     engine = Mock(module=[chunk])
     engine.model_config.lora = {"rank": 4, "alpha": 8, "merge": False}

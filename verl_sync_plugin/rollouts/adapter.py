@@ -90,7 +90,7 @@ class SyncAdapter:
         # verl's base class fills in device_mesh later
         self._separate = None if device_mesh is not None else SeparateReceiver(self._make_separate)
         self.makes_room = self._separate is None  # our worker may, around the syncs of this rollout
-        self._sync, self.real_weights = sync_config_of(config), not str(config.load_format).startswith("dummy")
+        self._sync, self.real_weights = sync_config_of(config), not str(self.config.load_format).startswith("dummy")
         self._manager: ShardingManager | None = None
         # With resident weights verl makes no first-stage call; False of a config without our keys is verl's default
         two_stages = config.multi_stage_wake_up or not hasattr(config, BUCKET) or self.serves_adapter
