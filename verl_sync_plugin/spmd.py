@@ -156,7 +156,9 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
         """
         self._refuse_closed()
         manager, agreement = self._manager, self._agreement
-        version = (self._version or 0) + 1 if version is None else int(version)
+        if version is not None and not _whole(version, 0):
+            raise ValueError(f"version={version!r}: not a whole number from 0 on. Leave it out, and syncs are counted.")
+        version = (self._version or 0) + 1 if version is None else version
         if agreement.any("looking at the source of the weights", lambda: self._given.take(source)):
             manager.source = None  # another model: what is known of the last one's layout goes
         tags = [WEIGHTS] if WEIGHTS in self._released else []

@@ -208,7 +208,7 @@ def test_all_ranks_or_none(
             seen.append(chosen())
             ways.in_place.note(Committed(obstacle=answers[rank]), plan)
         if seen[-1]:
-            assert ways.in_place.told
+            assert ways.in_place.announced
             ways.fall_back(WayRefusedError("injected"))
             seen.append(chosen())
     by_choice = "(not in place: actor_rollout_ref.rollout.custom.sync.delivery=staged)"

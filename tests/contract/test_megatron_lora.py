@@ -110,8 +110,7 @@ def test_adapters_of_another_kind_are_merged_by_the_bridge(checkpoint: str, layo
 @on_ranks("layout")
 def test_what_the_bridge_merges_wrongly_is_refused(checkpoint: str, layout: Layout) -> None:
     """Factors of experts that are split, and weights whose conversion computes; where its stream has to be taken."""
-    reader = reader_of(with_factors(checkpoint, layout))
-    reader.sync()
+    reader_of(with_factors(checkpoint, layout)).sync()
     for mapping, words in (("ReplicatedMapping", "experts"), ("QKVMapping", ".linear_qkv.to_wrap.weight'")):
         with converting(mapping, lambda stock: {name: tensor + 1 for name, tensor in stock().items()}):
             text = error_of(reader_of(with_factors(checkpoint, layout)).sync)

@@ -187,11 +187,11 @@ class InPlace(Way):
 
     Attributes:
         ruled_out: why the user has all parameters staged; empty where they are not.
-        told: the key of what this rank has told the others of where its parameters lie; empty at first.
+        announced: the key by which the others know where this rank's parameters lie; empty at first.
     """
 
     name = "in place"
-    ruled_out = told = ""
+    ruled_out = announced = ""
     _engine_obstacle = "the engine has not yet said that it can"  # why the engine rank cannot
     _readable_plan = ""  # the plan of which the engine rank said that it can
     _said = ""
@@ -238,9 +238,9 @@ class InPlace(Way):
             self._agreement.settle(what)
 
     @property
-    def untold(self) -> bool:
+    def unannounced(self) -> bool:
         """True if the other ranks do not know where this rank's parameters lie."""
-        return self._live is not None and self._live.key != self.told if self._packs else not self._lives
+        return self._live is not None and self._live.key != self.announced if self._packs else not self._lives
 
     def tell(self, sync: Sync) -> None:
         """Collective: the trainer's ranks tell where their parameters lie."""
@@ -248,7 +248,7 @@ class InPlace(Way):
         lives = [everywhere[rank] for rank in sync.senders]
         self._lives, self._sources = tuple(live for live in lives if live is not None), sync.senders
         assert len(self._lives) == len(lives), "looked up on all ranks"
-        self.told = self._live.key if self._live is not None else ""
+        self.announced = self._live.key if self._live is not None else ""
 
     def run(self, sync: Sync) -> None:
         """Has the engine rank load everything at once."""
@@ -453,16 +453,16 @@ class Ways:
         self._why = self.in_place.obstacle(sync)
         return [
             int(each)
-            for each in (bool(self._why), not self._why and self.in_place.untold, self.staged.needs_staging(sync))
+            for each in (bool(self._why), not self._why and self.in_place.unannounced, self.staged.needs_staging(sync))
         ]
 
     def take(self, sync: Sync, votes: Sequence[int]) -> Way:
         """Collective: the way of this sync, ready to ``fill``; ``votes`` are those of all ranks, added up."""
-        impossible, untold, needs_staging = map(bool, votes)
+        impossible, unannounced, needs_staging = map(bool, votes)
         if impossible:
             if needs_staging:
                 self.staged.stage(sync)
-        elif untold:
+        elif unannounced:
             self.in_place.tell(sync)
         self._chosen = self.staged if impossible else self.in_place
         if self._chosen.name != self._said and self._agreement.ranks.rank == 0:

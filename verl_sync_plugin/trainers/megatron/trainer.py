@@ -292,9 +292,8 @@ def refuse_bridges_merge(model: ModelTensors, computed: Sequence[str]) -> None:
     paths = (path for _, chunk, _ in model.named() for path, each in chunk.named_modules() if hasattr(each, "to_wrap"))
     found = [c for c in computed if ADAPTED in c] + [path for path in paths if ".experts." in path and _group(True)]
     one = f"Leave its modules out of {MODEL}.lora.target_modules, or, if it is of experts, set {ACTOR}.{ETP}=1"
-    refuse_first(
-        f"{MODEL}.lora.merge=True: ", *((True, each, "Megatron-Bridge merges it wrongly", one) for each in found)
-    )
+    for each in found:
+        raise ValueError(f"{MODEL}.lora.merge=True: {each}: Megatron-Bridge merges it wrongly. {one}.")
 
 
 def adapted_weights(model: ModelTensors, names: dict[int, str]) -> Iterator[AdaptedWeight]:
@@ -351,9 +350,8 @@ class BridgeAdapter(ServedAdapter):
         """Raises ValueError: whatever is trained next to the adapter would stay as it is in the engine."""
         for chunk in map(unwrapped, self._chunks):
             trained = [n for n, p in chunk.named_parameters() if p.requires_grad and p.numel() and ".adapter." not in n]
-            if all(
-                getattr(chunk.config, f"moe_router_{key}", False) for key in ("enable_expert_bias", "bias_update_rate")
-            ):
+            rate = getattr(chunk.config, "moe_router_bias_update_rate", 1)
+            if rate and getattr(chunk.config, "moe_router_enable_expert_bias", False):
                 trained += [name for name, _ in chunk.named_buffers() if name.endswith("expert_bias")]
             refuse_unserved((name, TRAINED) for name in trained)
         yield
