@@ -14,7 +14,7 @@ from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Plan, Shard
 from verl_sync_plugin.sync.sender import SLOTS, BucketSender
 from verl_sync_plugin.transport.agreement import Agreement
-from verl_sync_plugin.transport.memory import open_peer_staging, slot_of
+from verl_sync_plugin.transport.memory import Regions
 
 CPU = torch.device("cpu")
 TINY, LARGE = 6_001, 64 << 20  # bytes of a bucket; TINY is no multiple of anything
@@ -44,15 +44,12 @@ class Reader:
         sender = BucketSender(CPU, 30.0)
         try:
             shards, plan, source = self.shards(bucket_bytes, sharded), self.plan, self.source
-            assert plan is not None
             group, rank = source.group, source.rank
-            sender.reserve(plan)
+            mine, regions = sender.reserve(plan), Regions()
             sender.begin(plan, rank)
-            exports: list[Any] = [sender.export()]
-            if plan.sharded:
-                exports = [None] * dist.get_world_size(group)
-                dist.all_gather_object(exports, sender.export(), group=group)
-            mapped = [open_peer_staging(export, CPU) for export in exports]
+            everywhere = self.agreement.gather("where the slots are", mine)
+            stagings = [everywhere[each] for each in dist.get_process_group_ranks(group)] if plan.sharded else [mine]
+            regions.map(each.region for each in stagings)
             meet = partial(dist.barrier, group) if plan.sharded else lambda: None
             assembler, got = Assembler(frozenset(plan.names)), State()
             for index, bucket in enumerate(plan.buckets):
@@ -69,8 +66,8 @@ class Reader:
                     sender.broadcast(bucket, slot, dist.get_process_group_ranks(group), start)
                     sender.drain(slot)
                 meet()
-                sources = mapped if plan.sharded and bucket.world > 1 else [mapped[rank if plan.sharded else 0]]
-                slots = [slot_of(each, slot, exports[0].slot_bytes) for each in sources]
+                sources = stagings if plan.sharded and bucket.world > 1 else [mine]
+                slots = [regions.slot(each, slot) for each in sources]
                 for name, tensor in assembler.tensors(BucketMemory(slots, bucket.stride, bucket.world), bucket.entries):
                     assert name not in got, f"{name} came twice"
                     got[name] = tensor.clone()

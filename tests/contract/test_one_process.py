@@ -330,7 +330,7 @@ def test_parameters_are_let_go_of_once_they_are_not_read_in_place(qwen2: str, tm
 
     def half_gone(*args: Any) -> Live:
         live = honest(*args)
-        gone = replace(live.regions[-1], key="gone", handle=("/gone",))
+        gone = replace(live.regions[-1], key="gone", handle=b"/gone")
         return replace(live, key="half gone", regions=(*live.regions[:-1], gone))
 
     def private(*_: Any) -> Live:
@@ -348,7 +348,7 @@ def test_parameters_are_let_go_of_once_they_are_not_read_in_place(qwen2: str, tm
             place.sync()
         assert place.model.holds(place.source.weights)
         (session,) = loader._sessions.values()
-        assert place.manager.report.in_place is direct is bool(session._regions._mapped), place.manager.report
+        assert place.manager.report.in_place is direct is bool(session._lives), place.manager.report
         assert look is half_gone or mapped() == (2 * own if direct else own)
     place.close()
 

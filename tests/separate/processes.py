@@ -113,14 +113,14 @@ class Trainer(Host):
         """No engine rank can open this rank's slots while they are hidden."""
         from verl_sync_plugin.sync.sender import BucketSender
 
-        honest = BucketSender.export
+        honest = BucketSender.reserve
 
-        def elsewhere(sender: BucketSender, reader: int = 0) -> Any:
-            there = honest(sender, reader)
-            return replace(there, key=f"gone: {there.key}", handle=("/nowhere/at/all",))
+        def elsewhere(*given: Any) -> Any:
+            there = honest(*given)
+            return replace(there, region=replace(there.region, key="gone", handle=b"/nowhere/at/all"))
 
         if hidden:
-            self._hidden = mock.patch.object(BucketSender, "export", elsewhere)
+            self._hidden = mock.patch.object(BucketSender, "reserve", elsewhere)
             self._hidden.start()
         else:
             self._hidden.stop()

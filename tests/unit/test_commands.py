@@ -128,7 +128,7 @@ def tell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
             }.items():  # fmt: skip
                 patch.setattr(torch.cuda, name, lambda *_, value=value: value)
             patch.setattr(torch.version, "cuda", cuda)
-            patch.setattr(memory, "CudaIpcStaging", lambda *_: SimpleNamespace(memory=torch.zeros(1), export=str))
+            patch.setattr(memory, "Staging", lambda *_: SimpleNamespace(memory=torch.zeros(1), export=""))
             patch.setattr(shutil, "which", lambda name: "/bin/nvidia-smi" if driver else None)
             patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=shm[0], free=shm[1]))
             patch.setattr(resource, "getrlimit", lambda of: (nofile, nofile))

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl_sync_plugin.transport.memory import CudaExporter, create_staging, open_staging
+from verl_sync_plugin.transport.memory import CudaExporter, Regions, Staging
 
 CPU, SLOT_BYTES = torch.device("cpu"), 48
 HOLDS = """
 import sys, torch
-from verl_sync_plugin.transport.memory import create_staging
-staging = create_staging(torch.device("cpu"), 2, 48)
-print(*staging.export().handle, flush=True)
+from verl_sync_plugin.transport.memory import Staging
+staging = Staging(torch.device("cpu"), 2, 48)
+print(staging.export.region.handle.decode(), flush=True)
 sys.stdin.readline()
 """
 
@@ -41,40 +41,43 @@ def test_nothing_is_left_of_processes_that_nobody_has_read_from() -> None:
 
 
 def test_memory_outlives_its_owner_where_it_is_mapped() -> None:
-    staging = create_staging(CPU, 2, SLOT_BYTES)
-    memory, mapped = staging.memory, open_staging(staging.export())
-    for _ in range(2):
-        staging.close()
-    assert staging.memory.numel() == 0
-    memory.fill_(3)
-    assert int(mapped.sum()) == 3 * 2 * SLOT_BYTES
+    staging, regions = Staging(CPU, 2, SLOT_BYTES), Regions()
+    memory, slots = staging.memory, staging.export
+    regions.map([slots.region])
+    staging.close()
+    memory[:SLOT_BYTES], memory[SLOT_BYTES:] = 3, 4
+    assert [set(regions.slot(slots, number).tolist()) for number in range(2)] == [{3}, {4}]
 
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_its_file_is_closed_with_it(closed: bool) -> None:
     before = set(os.listdir("/proc/self/fd"))
-    staging = create_staging(CPU, 1, SLOT_BYTES)
-    export = staging.export()
+    staging = Staging(CPU, 1, SLOT_BYTES)
+    region = staging.export.region
     if closed:
         staging.close()
     del staging
-    assert not os.path.lexists(export.handle[0]) and set(os.listdir("/proc/self/fd")) <= before
+    assert not os.path.lexists(region.handle) and set(os.listdir("/proc/self/fd")) <= before
     with pytest.raises(FileNotFoundError, match=f"trainer's {SLOT_BYTES} bytes is not visible here"):
-        open_staging(export)
+        Regions().map([region])
 
 
 def test_other_memory_with_the_same_number_is_not_opened() -> None:
-    """As in a container of its own, where the number of the trainer's process is another one's."""
-    first, second = (create_staging(CPU, 1, SLOT_BYTES) for _ in range(2))
-    for other in ({"handle": second.export().handle}, {"nbytes": 2 * SLOT_BYTES}):
+    """As in a container of its own; and as one in the place of the first, which may still be mapped."""
+    stagings = [Staging(CPU, 1, SLOT_BYTES) for _ in range(2)]
+    first, second = (staging.export.region for staging in stagings)
+    for other in ({"handle": second.handle}, {"nbytes": 2 * SLOT_BYTES}):
         with pytest.raises(FileNotFoundError, match="is not visible here"):
-            open_staging(replace(first.export(), **other))
+            Regions().map([replace(first, **other)])
+    stagings[0].close()
+    again = Staging(CPU, 1, SLOT_BYTES).export.region
+    assert again.handle == first.handle and again.key != first.key
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
 def test_another_user_cannot_open_it() -> None:
-    (path,) = create_staging(CPU, 1, SLOT_BYTES).export().handle
-    code = f"import os; os.setgid(65534); os.setuid(65534); open({path!r})"
+    staging = Staging(CPU, 1, SLOT_BYTES)
+    code = f"import os; os.setgid(65534); os.setuid(65534); open({staging.export.region.handle.decode()!r})"
     assert "PermissionError" in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
 
 

@@ -58,8 +58,10 @@ LEAST_FILES = 4096  # Ray warns below 65536; SGLang, Ray and the connections of 
 NOT_LOADED = "importing verl does not load the plugin, so stock verl moves the weights"
 OPEN_IPC = """
 import pickle, sys, torch
-import verl_sync_plugin.transport.memory as cuda_ipc
-flat = cuda_ipc.open_staging(pickle.load(sys.stdin.buffer))
+from verl_sync_plugin.transport.memory import Regions
+slots, regions = pickle.load(sys.stdin.buffer), Regions()
+regions.map([slots.region])
+flat = regions.slot(slots, 0)
 assert int(flat.sum().item()) == flat.numel() * 0x5A, "read other bytes than were written"
 """
 Finding = dict[str, str]
@@ -232,13 +234,13 @@ def _ipc_error() -> str:
     """Hands memory of the first GPU to another process as a sync does; why that failed, empty when it did not."""
     import torch
 
-    from verl_sync_plugin.transport.memory import CudaIpcStaging
+    from verl_sync_plugin.transport.memory import Staging
 
     try:
-        staging = CudaIpcStaging(torch.device("cuda", 0), 1, 1 << 20)
+        staging = Staging(torch.device("cuda", 0), 1, 1 << 20)
         staging.memory.fill_(0x5A)
         torch.cuda.synchronize(0)
-        return _failure("-c", OPEN_IPC, seconds=IPC_SECONDS, input=pickle.dumps(staging.export()))
+        return _failure("-c", OPEN_IPC, seconds=IPC_SECONDS, input=pickle.dumps(staging.export))
     except Exception as error:
         return " ".join(f"{type(error).__name__}: {error}".split())
 

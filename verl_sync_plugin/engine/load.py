@@ -271,8 +271,8 @@ class ModelLoad:
         keys = tuple(live.key for live in lives)
         if self._live is None or self._live[0] != keys:
             found = [region for live in lives for region in live.regions]
-            flats = [] if self.device.type == "cuda" else [regions.flat(region) for region in found]
-            own, starts = len(found), [*(regions.address(region) for region in found), 0]  # own: this process's memory
+            flats = [regions.flat(region) for region in found]
+            own, starts = len(found), [*(flat.data_ptr() for flat in flats), 0]  # own: this process's memory
             memory = Memory(self.device, starts, flats)
             copies, reads, quantized = list[Block](), list[Block](), list[Block]()
             wheres = [_Where(index, self.manifest, lives, place) for index in range(len(self._works))]

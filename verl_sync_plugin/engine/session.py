@@ -16,7 +16,7 @@ from verl_sync_plugin.engine.load import ModelLoad, refuse_rearranged
 from verl_sync_plugin.engine.model import EngineModel
 from verl_sync_plugin.layout.load_map import LoadMap
 from verl_sync_plugin.transport.channel import Channel, ChannelTimeoutError
-from verl_sync_plugin.transport.memory import Live, Regions, decline_staging, open_peer_staging, open_staging, slot_of
+from verl_sync_plugin.transport.memory import Live, Regions, Slots
 from verl_sync_plugin.transport.protocol import (
     Commit,
     Committed,
@@ -44,7 +44,7 @@ class ReceiverSession:
         self._model = model
         self._digest = ""
         self._load: ModelLoad | None = None
-        self._stagings: dict[str, torch.Tensor] = {}
+        self._stagings: tuple[Slots, ...] = ()
         self._regions = Regions()
         self._least: int | None = None  # that the engine's allocator held at any sync
         self._lives: tuple[Live, ...] = ()
@@ -70,11 +70,14 @@ class ReceiverSession:
             self._run_staged(hello, channel, wait)
 
     def _run_staged(self, hello: Hello, channel: Channel, wait: float) -> None:
-        self._forget_lives()
-        if not self._open(hello, channel):
+        try:
+            self._map(hello.stagings)
+        except (RuntimeError, OSError) as error:
+            if len(hello.stagings) == 1:  # its own trainer rank's, for which there is no other way
+                raise
+            channel.send(Ready(refusal=f"{type(error).__name__}: {error}"))
             return
-        # This engine rank's own, also of memory that lies elsewhere
-        device = self._stagings[hello.stagings[hello.place].key].device
+        device = next(self._model.module.parameters()).device
         load = self._load_of(hello, channel, device, wait)
         load.begin()
         channel.send(Ready(map=_unknown(hello, load)))
@@ -88,8 +91,7 @@ class ReceiverSession:
 
     def _parts(self, hello: Hello, manifest: Manifest, message: Load) -> Sequence[torch.Tensor]:
         """The memory of a bucket: the slot it is in, or one part per segment."""
-        memories = (self._stagings[export.key] for export in hello.stagings)
-        slots = [slot_of(memory, message.slot, hello.stagings[0].slot_bytes) for memory in memories]
+        slots = [self._regions.slot(slots, message.slot) for slots in self._stagings]
         if not (manifest.sharded and manifest.worlds[message.bucket] > 1):
             return [slots[hello.place]]
         nbytes = manifest.segments[message.bucket]
@@ -110,7 +112,7 @@ class ReceiverSession:
             raise
         commit = _expect(Commit, running.receive(wait))
         # Only now: until the trainer has heard ``Committed``, it may come back to what these map
-        self._stagings = {}
+        self._map(lives=self._lives)
         self._commit(commit, hello, channel)
 
     def _open_in_place(self, hello: Hello, channel: Channel, wait: float) -> ModelLoad | None:
@@ -126,31 +128,34 @@ class ReceiverSession:
             channel.send(Ready(map=_unknown(hello, load)))
             return load
         channel.send(Ready(needs_details=True))
-        self._lives = ()
-        lives = _expect(Hello, channel.receive(wait)).lives
         try:
-            self._regions.map(region for live in lives for region in live.regions)
+            self._map(self._stagings, _expect(Hello, channel.receive(wait)).lives)
         except (RuntimeError, OSError) as error:
             self._maps = False
-            self._forget_lives()
             channel.send(Ready(refusal=f"{type(error).__name__}: {error}"))
             return None
-        self._lives = lives
         channel.send(Ready(map=_unknown(hello, load)))
         return load
 
-    def _forget_lives(self) -> None:
-        """Unmaps parameters: the trainer may no longer have them there, and could not free what is mapped here."""
-        self._lives = ()
-        if self._load is not None:
+    def _map(self, stagings: tuple[Slots, ...] = (), lives: tuple[Live, ...] = ()) -> None:
+        """Maps these and unmaps all else, of which the trainer could not free what is mapped here. Raises RuntimeError
+        or OSError where one cannot be reached from here; then nothing is mapped."""
+        if self._load is not None and not (lives and lives == self._lives):
             self._load.forget_lives()
-        self._regions.map(())
+        self._stagings, self._lives = (), ()
+        live_regions = (region for live in lives for region in live.regions)
+        try:
+            self._regions.map([*(slots.region for slots in stagings), *live_regions])
+        except BaseException:
+            self._regions.map(())
+            raise
+        self._stagings, self._lives = stagings, lives
 
     def _commit(self, commit: Commit, hello: Hello, channel: Channel) -> None:
         load = self._load
         assert load is not None, "loaded by it"
         if commit.unmap:  # also where what follows fails: the trainer gives it back in any case
-            self._stagings = {}
+            self._map(lives=self._lives)
         sums = load.sums()
         load.finish()
         if load.is_new:
@@ -185,26 +190,6 @@ class ReceiverSession:
         torch.cuda.reset_peak_memory_stats()
         self._least = current if least is None else min(current, least)
         return 0 if least is None else peak - self._least
-
-    def _open(self, hello: Hello, channel: Channel) -> bool:
-        """Maps the staging memory that is read here; False where a peer's cannot be opened: the trainer knows why."""
-        keys = [export.key for export in hello.stagings]
-        self._stagings = {key: held for key, held in self._stagings.items() if key in keys}  # unmap before mapping
-        own = hello.stagings[hello.place]
-        if hello.paired and own.key not in self._stagings:
-            self._stagings[own.key] = open_staging(own)
-        device = self._stagings[own.key].device if hello.paired else next(self._model.module.parameters()).device
-        for export in hello.stagings:
-            if export.key in self._stagings:
-                continue
-            try:
-                self._stagings[export.key] = open_peer_staging(export, device)
-            except (RuntimeError, OSError) as error:
-                for unopened in (each for each in hello.stagings if each.key not in self._stagings):
-                    decline_staging(unopened)
-                channel.send(Ready(refusal=f"{type(error).__name__}: {error}"))
-                return False
-        return True
 
     def _load_of(self, hello: Hello, channel: Channel, device: torch.device, wait: float) -> ModelLoad:
         if self._load is None or hello.digest != self._digest:

@@ -189,7 +189,6 @@ class ShardingManager(BaseShardingManager):
                     if self.trainer is not None:
                         self.source = None  # opened again, it says other dtypes; first, for a wait can be cancelled
                     await self.connection.leave()
-                    self.sender.unstage()  # a reader opens an export once: the next plan has another
                 wake_tags = []  # the engine is awake by now
         with self.agreement.attempt():
             note_device_memory(self.report, self._device, "synced")
@@ -221,7 +220,6 @@ class ShardingManager(BaseShardingManager):
                     if wake_tags:
                         with self.agreement.attempt():
                             note_device_memory(self.report, self._device, "weights")
-                    way.connected()
                     if news:
                         self._learn(sync.plan)
                 way.run(sync)  # the transfer

@@ -16,7 +16,7 @@ from verl_sync_plugin.copies.packing import Found, Packer
 from verl_sync_plugin.layout.tensors import Bucket, Plan, Shard, numbers_of
 from verl_sync_plugin.transport.agreement import take_part, until
 from verl_sync_plugin.transport.channel import Channel
-from verl_sync_plugin.transport.memory import Live, Staging, StagingExport, create_staging, slot_of
+from verl_sync_plugin.transport.memory import Live, Slots, Staging
 from verl_sync_plugin.transport.protocol import Commit, Committed, Failed, Hello, Load, Loaded, Manifest, Ready
 
 STAGING_BUCKETS = 2  # what all slots may take, in buckets of the size that the user sets
@@ -67,15 +67,16 @@ class BucketSender:
         """Size of the staging memory; 0 when there is none."""
         return 0 if self._staging is None else self._staging.memory.numel()
 
-    def reserve(self, plan: Plan) -> None:
-        """Makes the staging memory fit ``plan``; keeps it when it does already."""
+    def reserve(self, plan: Plan) -> Slots:
+        """Makes the staging memory fit ``plan``, or keeps it when it does already; returns where it is."""
         slots = min(SLOTS, len(plan.buckets))
         if self._staging is not None:
-            held = (self._staging.slot_bytes, self._staging.memory.numel())
+            held = (self._staging.export.slot_bytes, self._staging.memory.numel())
             if held == (plan.slot_bytes, slots * plan.slot_bytes):
-                return
+                return self._staging.export
             self.unstage()
-        self._staging = create_staging(self.device, slots, plan.slot_bytes)
+        self._staging = Staging(self.device, slots, plan.slot_bytes)
+        return self._staging.export
 
     def begin(self, plan: Plan, rank: int) -> None:
         """Makes ready to pack all buckets of a plan; ``rank``: this rank's place among the owners of a sharded base."""
@@ -83,16 +84,6 @@ class BucketSender:
         if packer is None or packer.plan is not plan or packer.rank != rank:
             packer = self._packer = Packer(self.device, plan, rank)
         packer.begin()
-
-    def export(self, reader: int = 0) -> StagingExport:
-        """Makes an export by which a trainer rank's engine rank opens this rank's slots; one per reader."""
-        assert self._staging is not None, "reserve() comes first"
-        return self._staging.export(reader)
-
-    def opened(self) -> None:
-        """All readers have opened their exports: they have unmapped what came before, so that can go."""
-        if self._staging is not None and self.device.type == "cuda":
-            torch.cuda.ipc_collect()
 
     def hash_parameters(self, shards: list[Shard], found: Found) -> None:
         """Waits for what the trainer still has to do on the device, then starts to hash and check all parameters where
@@ -157,7 +148,6 @@ class BucketSender:
         """Gives the staging memory back, once no reader has it mapped."""
         if self._staging is not None:
             self._staging.close()
-            self.opened()
             self._staging = None
 
     def close(self) -> None:
@@ -168,7 +158,7 @@ class BucketSender:
 
     def _slot(self, slot: int) -> torch.Tensor:
         assert self._staging is not None, "reserve() comes first"
-        return slot_of(self._staging.memory, slot, self._staging.slot_bytes)
+        return self._staging.slot(slot)
 
     # ---- words with the engine rank
 

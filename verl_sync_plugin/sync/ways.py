@@ -34,7 +34,7 @@ from verl_sync_plugin.sync.sender import SLOTS, BucketSender
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.joint import JointRanks
-from verl_sync_plugin.transport.memory import Live, LiveParameters, NotInPlaceError, StagingExport
+from verl_sync_plugin.transport.memory import Live, LiveParameters, NotInPlaceError, Slots
 from verl_sync_plugin.transport.protocol import ALL, Committed, Hello, Ready
 
 AHEAD = SLOTS - 1  # buckets between the one handed over and the last one that every engine rank has surely read
@@ -102,7 +102,7 @@ class Way(ABC):
 
     name: str
     _sources: tuple[int, ...] = ()  # the ranks whose memory this rank's engine rank reads
-    _stagings: tuple[StagingExport, ...] = ()  # where their slots are
+    _stagings: tuple[Slots, ...] = ()  # where their slots are
     _lives: tuple[Live, ...] = ()  # or their parameters
 
     def __init__(self, agreement: Agreement, sender: BucketSender, own: Agreement, reach: Reach) -> None:
@@ -118,17 +118,14 @@ class Way(ABC):
     def handshake(self, sync: Sync, known: str) -> Ready:
         """Opens the sync with this rank's engine rank, whose channel the sender has adopted; not collective. ``known``
         names the ``LoadMap`` that is known of it. Raises RuntimeError or OSError where it is gone, silent or fails."""
-        me, sources, paired = self._me, self._sources, self._me in self._sources
+        me, sources = self._me, self._sources
         # What all hold is read from its own trainer rank; where that is none of them, the ranks share them out
-        place = sources.index(me) if paired else me % len(sources)
+        place = sources.index(me) if me in sources else me % len(sources)
         hello = Hello(
-            sync.plan.digest, self._stagings, place, paired,
+            sync.plan.digest, self._stagings, place,
             tuple(live.key for live in self._lives), sync.verified, known,
         )  # fmt: skip
         return self._sender.handshake(hello, sync.plan, self._lives)
-
-    def connected(self) -> None:  # noqa: B027  (there is nothing to do in place)
-        """All ranks have greeted their engine ranks, which can read what they are to read."""
 
     @abstractmethod
     def run(self, sync: Sync) -> None:
@@ -286,7 +283,6 @@ class Staged(Way):
     name = "staged"
     _plan: Plan | None = None  # that the staging memory is for
     _broadcasts = False
-    _unopened = False  # True: the engine ranks have not opened this memory yet
 
     def needs_staging(self, sync: Sync) -> bool:
         """True if ``stage`` has to come first."""
@@ -301,24 +297,15 @@ class Staged(Way):
         """Collective: makes staging memory for the plan; each rank hears of what its engine rank will read."""
         self._plan, plan = None, sync.plan  # what was there is gone even if this fails
         sources = sync.senders if plan.sharded else (self._me,)
-        mine = self._agreement.step("sharing the staging memory", lambda: self._reserve(sync))
+        mine = self._agreement.step(
+            "making the staging memory", lambda: self._sender.reserve(plan) if self._holds(plan) else None
+        )
         everywhere = self._agreement.gather("exchanging the staging memory", mine) if plan.sharded else {self._me: mine}
-        self._stagings = tuple(everywhere[rank][self._me] for rank in sources) if self._loads else ()
-        self._sources, self._unopened, self._plan = sources, True, plan
+        held = (everywhere[rank] for rank in sources if self._loads)
+        self._stagings = tuple(slots for slots in held if slots is not None)
+        self._sources, self._plan = sources, plan
         self._broadcasts = not plan.sharded and (self._separate or any(bucket.world > 1 for bucket in plan.buckets))
         self.name = "broadcast" if self._broadcasts else "staged"
-
-    def _reserve(self, sync: Sync) -> dict[int, StagingExport]:
-        """An export that is never opened would keep the memory for good: there is one for every reader and no other."""
-        if not self._holds(sync.plan):
-            return {}
-        self._sender.reserve(sync.plan)
-        readers: tuple[int, ...] = (self._me,) if self._loads else ()
-        if sync.plan.sharded and self._separate:
-            readers = self._agreement.ranks.rollouts if self._me in sync.senders else ()
-        elif sync.plan.sharded:
-            readers = sync.senders
-        return {rank: self._sender.export(rank) for rank in readers}
 
     def fill(self, sync: Sync) -> None:
         """Fills all slots."""
@@ -342,11 +329,6 @@ class Staged(Way):
             self._prepare(sync, buckets[index].bases, [later.bases for later in buckets[index + 1 :]], what)
         with self._agreement.attempt(), sync.report.stage("pack"):
             self._sender.pack(index, index % SLOTS, sync.shards)
-
-    def connected(self) -> None:
-        if self._unopened:
-            self._sender.opened()
-            self._unopened = False
 
     def run(self, sync: Sync) -> None:
         """Hands all buckets over, after ``fill``.

@@ -1,25 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of a trainer rank that engine ranks map and read: staging memory and parameters.
 
-Staging memory is exported once per reader and kept. A parameter lives as long as the model, so the allocation that it
-lies in is exported once and mapped once, and nobody is counted. What moved is exported again, and the engine unmaps
-what is no longer named.
-
-Hazard: the driver lets go of an allocation that its owner has freed only when it is unmapped here as well. So of a
-model only parameters are exported, which the trainer keeps on the device, and scales; ``LiveParameters`` looks in
-every sync.
-
-On a GPU staging memory is one allocation, exported by torch's CUDA IPC and sliced by offset. Hazards:
+On a GPU the driver exports the allocation that some memory lies in, and maps it whole, once. Nobody is counted. What
+moved is exported again, and the engine unmaps what is no longer named. Hazards:
+- The driver lets go of an allocation that its owner has freed only when it is unmapped here as well. So of a model only
+  parameters are exported, which the trainer keeps on the device, and scales; ``LiveParameters`` looks in every sync.
 - Memory of PyTorch's expandable segments and of SGLang's memory saver cannot be exported. Our worker, as verl's, turns
   the former off before ``update_weights``, and the staging memory is the trainer's, outside any saver region.
-- One export rebuilt N times drives its reference count negative (vllm #51258): every receiver gets an export of its own
-  and opens it once.
-- Device ordinals differ between the processes (``CUDA_VISIBLE_DEVICES``), UUIDs do not.
 - Memory of another GPU is opened on one's own device, through which the driver reaches it (NVLink or PCIe). Opened on
   the other device it would cost a CUDA context there, some 500 MB per process, and it may not even be visible.
-
-Parameters are shared by the driver's own calls, as whole allocations: torch's ``_share_cuda_`` rewires the storage it
-shares, and counts readers in a file per storage.
 
 On a CPU staging memory is one piece of anonymous shared memory. It has no name in any file system, so nothing of it can
 be left over, however its processes end. Who may look at the trainer's process (the same user, in the same container)
@@ -28,7 +17,6 @@ opens it through that process's table of open files.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import uuid
@@ -36,7 +24,6 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -47,6 +34,7 @@ from verl_sync_plugin.layout.tensors import Bucket, Plan, Shard
 HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 _BUFFER_ID = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
+_PROCESS = uuid.uuid4().hex  # with its number, which a fork does not share
 Spot = tuple[int, int]  # allocation, first byte in it
 
 
@@ -55,26 +43,24 @@ class Region:
     """Memory of a trainer rank and how to map it.
 
     Attributes:
-        kind: ``cuda_ipc``, ``shared_memory`` or ``shared_file``.
+        kind: ``cuda_ipc`` or ``shared_file``.
         key: names the memory, on this host and in this run, and no other memory ever; the receiver maps each key once.
         nbytes: its size.
-        handle: what the mechanism needs: numbers, texts and bytes, which travel as they are (no lists, no tuples).
+        handle: the driver's, or a path.
     """
 
     kind: str
     key: str
     nbytes: int
-    handle: tuple[Any, ...]
+    handle: bytes
 
 
 @dataclass(frozen=True)
-class StagingExport(Region):
-    """The sender's staging memory.
+class Slots:
+    """Staging memory of a trainer rank: slots of ``slot_bytes`` from byte ``first`` of a region on."""
 
-    Attributes:
-        slot_bytes: size of one of its slots.
-    """
-
+    region: Region
+    first: int
     slot_bytes: int
 
 
@@ -156,126 +142,10 @@ def close_allocation(address: int) -> None:
     _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
 
-def _uuid_of(index: int) -> str:
-    return str(torch.cuda.get_device_properties(index).uuid)
-
-
-class CudaIpcStaging:
-    """The sender's end of staging memory on a GPU: ``slots`` x ``slot_bytes`` bytes."""
-
-    def __init__(self, device: torch.device, slots: int, slot_bytes: int) -> None:
-        self.slot_bytes = slot_bytes
-        self._key = uuid.uuid4().hex
-        self.memory = torch.empty(slots * slot_bytes, dtype=torch.uint8, device=device)
-        self._handles: dict[int, tuple[object, ...]] = {}
-
-    def export(self, reader: int = 0) -> StagingExport:
-        """Makes what a receiver opens it by; every reader gets an export of its own."""
-        if reader not in self._handles:
-            shared = self.memory.untyped_storage()._share_cuda_()
-            self._handles[reader] = (_uuid_of(self.memory.get_device()), *shared[1:])
-        nbytes = self.memory.numel()
-        return StagingExport("cuda_ipc", self._key, nbytes, self._handles[reader], self.slot_bytes)
-
-    def close(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
-        self._handles = {}
-
-
-class SharedMemoryStaging:
-    """The sender's end of staging memory on a CPU."""
-
-    def __init__(self, slots: int, slot_bytes: int) -> None:
-        self.slot_bytes = slot_bytes
-        self._key = uuid.uuid4().hex
-        descriptor = os.memfd_create(_name(self._key))
-        self._let_go = weakref.finalize(self, os.close, descriptor)
-        os.ftruncate(descriptor, slots * slot_bytes)
-        self._path = f"/proc/{os.getpid()}/fd/{descriptor}"
-        self.memory = torch.from_file(self._path, shared=True, size=slots * slot_bytes, dtype=torch.uint8)
-
-    def export(self, reader: int = 0) -> StagingExport:
-        return StagingExport("shared_memory", self._key, self.memory.numel(), (self._path,), self.slot_bytes)
-
-    def close(self) -> None:
-        self._let_go()
-        self.memory = torch.empty(0, dtype=torch.uint8)
-
-
-Staging = CudaIpcStaging | SharedMemoryStaging
-
-
-def slot_of(memory: torch.Tensor, slot: int, slot_bytes: int) -> torch.Tensor:
-    """The bytes of one slot: uint8 of shape ``(slot_bytes,)``, a view."""
-    return memory.narrow(0, slot * slot_bytes, slot_bytes)
-
-
-def create_staging(device: torch.device, slots: int, slot_bytes: int) -> Staging:
-    """Allocates staging memory on the trainer's device."""
-    if device.type == "cuda":
-        return CudaIpcStaging(device, slots, slot_bytes)
-    return SharedMemoryStaging(slots, slot_bytes)
-
-
-def open_staging(export: StagingExport) -> torch.Tensor:
-    """Maps the memory of the receiver's own trainer rank: uint8 of shape ``(nbytes,)``, on the device the sender uses.
-
-    Raises:
-        ValueError: that device is not visible here.
-        FileNotFoundError: the memory is not, as in another container, where the same number may be another process's.
-    """
-    if export.kind == "cuda_ipc":
-        wanted, *shared = export.handle
-        visible = [_uuid_of(index) for index in range(torch.cuda.device_count())]
-        if wanted not in visible:
-            raise ValueError(
-                f"the trainer rank's GPU {wanted} is not visible to this engine rank (visible: {visible}); "
-                "set CUDA_VISIBLE_DEVICES alike for trainer and rollout ranks of a host"
-            )
-        return _rebuilt(export, visible.index(wanted), shared)
-    path, found = export.handle[0], ""
-    with contextlib.suppress(OSError):
-        found = os.readlink(path)
-    if found != f"/memfd:{_name(export.key)} (deleted)" or os.path.getsize(path) != export.nbytes:
-        raise FileNotFoundError(f"{path} with the trainer's {export.nbytes} bytes is not visible here")
-    return torch.from_file(path, shared=True, size=export.nbytes, dtype=torch.uint8)
-
-
-def open_peer_staging(export: StagingExport, device: torch.device) -> torch.Tensor:
-    """Maps the memory of a trainer rank elsewhere on this host by the export made for this receiver: uint8 of shape
-    ``(nbytes,)``. For torch the memory of another GPU is a tensor on ``device``, the receiver's own. Raises
-    RuntimeError or OSError where it cannot be reached from here."""
-    if export.kind != "cuda_ipc":
-        return open_staging(export)
-    _, *shared, _ = export.handle
-    # The last word asks to wait for an event of the other device; the protocol's own words order reads after writes
-    flat = _rebuilt(export, device.index, [*shared, False])
-    flat[:1].cpu()  # a mapping without a way to the memory shows here, and not in the middle of a load
-    return flat
-
-
-def decline_staging(export: StagingExport) -> None:
-    """Gives back an export that will not be opened here; its count would keep the sender's memory for good."""
-    if export.kind == "cuda_ipc":
-        _, _, _, _, counter, offset, *_ = export.handle
-        torch.UntypedStorage._release_ipc_counter(counter, offset, device=torch.device("cuda"))
-
-
-def _rebuilt(export: StagingExport, index: int, shared: Sequence[object]) -> torch.Tensor:
-    storage = torch.UntypedStorage._new_shared_cuda(index, *shared)
-    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return flat.set_(storage, 0, (export.nbytes,), (1,))
-
-
-def _name(key: str) -> str:
-    return f"verl-sync-{key}"
-
-
 class CudaExporter:
     """Finds and exports allocations of a GPU. An allocation stands for its first address."""
 
     def __init__(self) -> None:
-        self._name = uuid.uuid4().hex
         self._asked: tuple[object, tuple[int, ...]] = (None, ())
         self._answer: tuple[int, ...] = ()
         self._last = (0, 0)
@@ -303,7 +173,7 @@ class CudaExporter:
         self._last = (0, 0)  # what was found may be gone by the next time
         _, size = allocation_of(allocation)
         (number,) = allocation_ids((allocation,))
-        return Region("cuda_ipc", f"{self._name}-{number}", size, (export_allocation(allocation),))
+        return Region("cuda_ipc", f"{_PROCESS}-{os.getpid()}-{number}", size, export_allocation(allocation))
 
 
 class SharedFileExporter:
@@ -324,8 +194,52 @@ class SharedFileExporter:
 
     def export(self, allocation: int) -> Region:
         storage = self._storages[allocation]
-        name = str(storage.filename)
-        return Region("shared_file", name, storage.nbytes(), (name,))
+        path = str(storage.filename)
+        return Region("shared_file", _file_at(path), storage.nbytes(), path.encode())
+
+
+def _file_at(path: str) -> str:
+    """Names the file at a path: an open file without a name by what it links to, where the path may be another's."""
+    return os.readlink(path) if os.path.islink(path) else path
+
+
+Exporter = CudaExporter | SharedFileExporter
+
+
+def exporter_of(device: torch.device) -> Exporter:
+    return CudaExporter() if device.type == "cuda" else SharedFileExporter()
+
+
+class Staging:
+    """Staging memory of ``slots`` x ``slot_bytes`` bytes on the trainer's device.
+
+    Attributes:
+        memory: all of it; uint8.
+        export: what engine ranks of this host map it by.
+    """
+
+    def __init__(self, device: torch.device, slots: int, slot_bytes: int) -> None:
+        nbytes = slots * slot_bytes
+        if device.type == "cuda":
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        else:
+            descriptor = os.memfd_create(f"verl-sync-{uuid.uuid4().hex}")
+            self._closed = weakref.finalize(self, os.close, descriptor)
+            os.ftruncate(descriptor, nbytes)
+            path = f"/proc/{os.getpid()}/fd/{descriptor}"
+            self.memory = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+        exporter = exporter_of(device)
+        allocation, first = exporter.find(self.memory)
+        self.export = Slots(exporter.export(allocation), first, slot_bytes)
+
+    def slot(self, number: int) -> torch.Tensor:
+        """One slot: uint8 of shape ``(slot_bytes,)``, a view."""
+        return self.memory.narrow(0, number * self.export.slot_bytes, self.export.slot_bytes)
+
+    def close(self) -> None:
+        if self.memory.device.type == "cpu":
+            self._closed()
+        self.memory = torch.empty(0, dtype=torch.uint8)
 
 
 class NotInPlaceError(RuntimeError):
@@ -350,7 +264,7 @@ class LiveParameters:
         self._device = device
         held = [part for each in plan.buckets for part in each.slices if part.count(plan.bases[part.base], rank) > 0]
         self.found = Found(list(dict.fromkeys(part.base for part in held)), device)
-        self._exporter = CudaExporter() if device.type == "cuda" else SharedFileExporter()
+        self._exporter = exporter_of(device)
         self._identities: object = None
         self._allocations: tuple[int, ...] = ()
         self._live: Live | None = None
@@ -427,38 +341,43 @@ class Regions:
     """The regions that an engine rank has mapped, by key."""
 
     def __init__(self) -> None:
-        self._mapped: dict[str, int] = {}
-        self._storages: dict[str, Any] = {}
+        self._mapped: dict[str, torch.Tensor] = {}
 
     def map(self, wanted: Iterable[Region]) -> None:
         """Maps what is not mapped yet and unmaps all else. Raises RuntimeError or OSError where the memory cannot be
         reached from here."""
         regions = {region.key: region for region in wanted}
         for key in self._mapped.keys() - regions.keys():
-            self._unmap(key)
+            _unmap(self._mapped.pop(key))
         for key, region in regions.items():
             if key not in self._mapped:
-                self._mapped[key] = self._map(region)
-
-    def address(self, region: Region) -> int:
-        return self._mapped[region.key]
+                self._mapped[key] = _map(region)
 
     def flat(self, region: Region) -> torch.Tensor:
-        """All bytes of a region in host memory: uint8 of shape ``(nbytes,)``."""
-        storage = self._storages[region.key]
-        return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (region.nbytes,), (1,))
+        """All bytes of a region: uint8 of shape ``(nbytes,)``, for torch on this process's device."""
+        return self._mapped[region.key]
 
-    def _map(self, region: Region) -> int:
-        if region.kind == "cuda_ipc":
-            return open_allocation(region.handle[0])
-        if not os.path.isfile(region.handle[0]):  # from_file would make one
-            raise FileNotFoundError(f"{region.handle[0]} is not visible here")
-        storage: Any = torch.UntypedStorage.from_file(region.handle[0], True, region.nbytes)
-        self._storages[region.key] = storage
-        return storage.data_ptr()
+    def slot(self, slots: Slots, number: int) -> torch.Tensor:
+        """One slot of staging memory: uint8 of shape ``(slot_bytes,)``, a view."""
+        return self.flat(slots.region).narrow(0, slots.first + number * slots.slot_bytes, slots.slot_bytes)
 
-    def _unmap(self, key: str) -> None:
-        address, storage = self._mapped.pop(key), self._storages.pop(key, None)
-        if storage is None:
-            torch.cuda.current_stream().synchronize()  # of a sync that failed, kernels may still read it
-            close_allocation(address)
+
+def _map(region: Region) -> torch.Tensor:
+    if region.kind == "cuda_ipc":
+        device = torch.device("cuda", torch.cuda.current_device())
+        address = open_allocation(region.handle)
+        storage = torch._C._construct_storage_from_data_pointer(address, device, region.nbytes)
+        flat = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (region.nbytes,), (1,))
+        flat[:1].cpu()  # a mapping without a way to the memory shows here, and not in the middle of a load
+        return flat
+    path = region.handle.decode()
+    # Another process may have the number of the trainer's, in another container; and ``from_file`` would make a file
+    if not os.path.isfile(path) or _file_at(path) != region.key or os.path.getsize(path) < region.nbytes:
+        raise FileNotFoundError(f"{path} with the trainer's {region.nbytes} bytes is not visible here")
+    return torch.from_file(path, shared=True, size=region.nbytes, dtype=torch.uint8)
+
+
+def _unmap(flat: torch.Tensor) -> None:
+    if flat.device.type == "cuda":
+        torch.cuda.current_stream().synchronize()  # of a sync that failed, kernels may still read it
+        close_allocation(flat.data_ptr())

@@ -30,10 +30,10 @@ import msgspec
 
 from verl_sync_plugin.layout.load_map import LoadMap
 from verl_sync_plugin.layout.tensors import Entry, Plan
-from verl_sync_plugin.transport.memory import Live, StagingExport
+from verl_sync_plugin.transport.memory import Live, Slots
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 22
+PROTOCOL_VERSION = 23
 
 ALL = -1  # in place of a bucket: all of them at once
 
@@ -89,7 +89,6 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
             one for each segment; none when parameters are read where they lie.
         place: which of them, or of the ranks in ``live``, is read for what all of them hold: the paired one, if it is
             among them.
-        paired: the one at ``place`` is the paired trainer rank's, so it is on the engine rank's own device.
         live: keys of the ``Live`` of all ranks of the group, in place of stagings.
         asks_hashes: say in ``Committed`` what lies in the parameters.
         map: names the ``LoadMap`` that the trainer rank knows; another one is said in ``Ready``.
@@ -98,9 +97,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     """
 
     digest: str
-    stagings: tuple[StagingExport, ...]
+    stagings: tuple[Slots, ...]
     place: int
-    paired: bool
     live: tuple[str, ...] = ()
     asks_hashes: bool = False
     map: str = ""
