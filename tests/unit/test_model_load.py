@@ -107,7 +107,7 @@ def test_bytes_that_nobody_named_and_memory_that_is_gone_are_an_error(tmp_path: 
         with pytest.raises(ValueError, match="trainer rank"):
             sender.in_place(sender.receiver(Model()), 0, broken)
     with pytest.raises(FileNotFoundError, match="/gone"):
-        Regions().map([replace(lives[0].regions[0], key="gone", handle=("/gone",))])
+        Regions().map([replace(lives[0].regions[0], key="gone", handle=b"/gone")])
 
 
 @pytest.mark.parametrize("place", range(WORLD))

@@ -163,13 +163,10 @@ class OwnMemory:
         return allocations
 
     def export(self, allocation: int) -> Region:
-        return Region("own", str(allocation), 1 << 20, ())
+        return Region("own", str(allocation), 1 << 20, b"")
 
-    def address(self, region: Region) -> int:
-        return int(region.key)
-
-    def flat(self, region: Region) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8)
+    def flat(self, region: Region) -> Any:
+        return SimpleNamespace(data_ptr=lambda: int(region.key))
 
 
 def prepare(sources: list[fp8.QuantizingSource], bases: tuple[int, ...]) -> None:

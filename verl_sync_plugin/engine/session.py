@@ -185,8 +185,7 @@ class ReceiverSession:
         """
         if not torch.cuda.is_available():
             return 0
-        counts = torch.cuda.memory_stats_as_nested_dict().get("reserved_bytes", {}).get("all", {})
-        current, peak, least = int(counts.get("current", 0)), int(counts.get("peak", 0)), self._least
+        current, peak, least = _reserved_bytes(), _reserved_bytes("peak"), self._least
         torch.cuda.reset_peak_memory_stats()
         self._least = current if least is None else min(current, least)
         return 0 if least is None else peak - self._least
@@ -250,8 +249,11 @@ def _unknown(hello: Hello, load: ModelLoad) -> LoadMap | None:
     return None if hello.map == load.map.digest else load.map
 
 
-def _reserved_bytes() -> int:
-    return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+def _reserved_bytes(which: str = "current") -> int:
+    if not torch.cuda.is_available():
+        return 0
+    # ``memory_reserved`` sorts all of torch's counters for one
+    return int(torch.cuda.memory_stats_as_nested_dict().get("reserved_bytes", {}).get("all", {}).get(which, 0))
 
 
 def _wait_for(device: torch.device) -> None:
