@@ -251,6 +251,7 @@ def test_a_cluster_whose_nodes_differ(tell: Callable[..., Any], monkeypatch: pyt
         (f"{ROLLOUT}.custom.sync.timeout_secs=3", PROBLEM, "timeout_secs=3: unknown key", "sync.timeout_seconds"),
         (f"{ROLLOUT}.bogus=1", PROBLEM, "bogus", "+"),
         ("--config-name=nothing", PROBLEM, "nothing", "correct key"),
+        ("--config-path=/no/such", PROBLEM, "/no/such", "correct key"),
         ("--config-dir=/x", PROBLEM, "--config-dir=/x: only overrides", "Leave it out"),
         ("notakey", PROBLEM, "notakey", "correct key or value"),
         (f"{ROLLOUT}.name=vllm", PROBLEM, "name=vllm: the plugin does not serve this rollout", "one of: sglang"),
@@ -261,12 +262,11 @@ def test_a_cluster_whose_nodes_differ(tell: Callable[..., Any], monkeypatch: pyt
         ("+sync=colocated", "", "", ""),  # and no word of verl's default model, which nobody named
         ("actor_rollout_ref.model.path=Nobody/model", WARNING, "is not known here", "hf download Nobody/model"),
         # whole commands
-        ("python3 -m verl.trainer.main_ppo --config-name ppo_megatron_trainer ~trainer.logger", "", "", ""),
+        ("main_ppo.py --config-path=config --config-name=ppo_megatron_trainer ~trainer.logger", "", "", ""),
         ("x/verl/trainer/main_generation_server.py -cn ppo_trainer.yaml", "", "", ""),
         (f"main_generation_server.py {ROLLOUT}.custom.sync.verify=always", WARNING, "without", "leave these keys out"),
-        ("A=1 python3 -u verl/trainer/main_ppo.py +x=y.py", "", "", ""),
-        ("verl.trainer.main_ppo ~trainer.logger", "", "", ""),
-        ("main_ppo.py ~trainer.logger", "", "", ""),
+        ("A=1 python3 -m verl.trainer.main_ppo +x=y.py", "", "", ""),
+        ("verl/trainer/main_ppo.py ~trainer.logger", "", "", ""),
         ("python3 -m verl.experimental.x.main_ppo --config-path x rollout.nnodes=1", WARNING, "not checked", "alone"),
     ],
 )

@@ -130,16 +130,6 @@ def program_of(words: Sequence[str]) -> tuple[str, Sequence[str]]:
     return MAINS[0], words
 
 
-def parse(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Reads the name of the config and Hydra's overrides. Raises ValueError for another option."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config-name", "-cn", default="ppo_trainer")
-    given, overrides = parser.parse_known_args(words)
-    if options := [word for word in overrides if word.startswith("-")]:
-        raise ValueError(f"{options[0]}: only overrides and --config-name can be checked. Leave it out.")
-    return given.config_name.removesuffix(".yaml"), overrides
-
-
 def lint(words: Sequence[str]) -> dict[str, Any]:
     """Judges a run with these overrides as its driver and its workers do; ``line`` says who moves the weights."""
     import hydra
@@ -159,10 +149,16 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
         text = f"overrides not checked: the config of {module} may be another"
         return {"line": "", "findings": [warning(check, text, remedy)]}
     try:
-        program, (name, overrides) = module.rpartition(".")[2], parse(words)
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--config-path", "-cp", default="config")
+        parser.add_argument("--config-name", "-cn", default="ppo_trainer")
+        given, overrides = parser.parse_known_args(words)
+        if others := [word for word in overrides if word.startswith("-")]:
+            raise ValueError(f"{others[0]}: only overrides, --config-path and --config-name are read. Leave it out.")
+        program, folder = module.rpartition(".")[2], verl_configs().parent / given.config_path
         GlobalHydra.instance().clear()
-        with hydra.initialize_config_dir(str(verl_configs()), job_name=program, version_base=None):  # as verl
-            config = hydra.compose(name, overrides)
+        with hydra.initialize_config_dir(str(folder), job_name=program, version_base=None):  # as verl
+            config = hydra.compose(given.config_name, overrides)
         turned_off = OmegaConf.select(config, f"{KEY_PREFIX}.enabled") is False
         line = apply_keys(config, overrides, program)
         if line.startswith(OFF) and turned_off:
