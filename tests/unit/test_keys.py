@@ -64,7 +64,7 @@ REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
           (0, 8, "rollout.nnodes=0 and rollout.n_gpus_per_node=8: the rollout has no", "for example rollout.nnodes=1"),
           (1, 1, "rollout.nnodes=1 and rollout.n_gpus_per_node=1: ", "one engine needs 2"))),
     ((OURS, f"{SYNC}.enabled=False"), f"{SYNC}.enabled=False with {ROLL}", "another backend"),
-    ((OURS, f"{SYNC}.pause=retract"), "sync.pause='retract' with trainer.v1.trainer_mode=sync",
+    ((OURS, f"{SYNC}.pause=retract", "+rollout.own=1"), "sync.pause='retract' with trainer.v1.trainer_mode=sync",
      f"Set trainer.v1.trainer_mode=separate_async, or {SYNC}.pause=abort"),
     (("+sync=separate", f"{GPUS}=4"), f"rollout.nnodes=0 and {GPUS}=4 with trainer.v1.trainer_mode=separate_async",
      f"for example {ROLL}.nnodes=1 {GPUS}=4"),
@@ -73,7 +73,7 @@ REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
      f"Set {SYNC}.pause=abort, or {MODEL}.lora.merge=True"),
     ((OURS, f"{ROLL}.nnodes=1", f"{GPUS}=1"),
      f"{ROLL}.nnodes=1 and {GPUS}=1", "one engine needs 2"),
-    ((OURS, f"{SYNC}.pause=in_place", *ASYNC),
+    ((OURS, f"{SYNC}.pause=in_place", *ASYNC, "+rollout.nnodes=1"),
      "sync.pause='in_place' with verl's fully_async", f"Set {SYNC}.pause=abort"),
     *(((*SERVED_LORA, f"{SYNC}.verify={verify}"), f"verify={verify!r} with", f"Set {SYNC}.verify=first, or ")
       for verify in ("always", 3)),

@@ -93,14 +93,13 @@ def refuse_combinations(config: Any, moves: bool) -> None:
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     trainer, sync = config.get("trainer", None) or {}, sync_config_of(rollout)
     # verl's experimental mains do not read ``trainer.v1``, and take the rollout's GPUs from a section of their own
-    has_pool = "nnodes" in (config.get("rollout", None) or {})
-    v1 = not ("async_training" in config or has_pool)
+    v1 = OmegaConf.select(config, "rollout.nnodes") is None
     mode = str(OmegaConf.select(config, MODE_KEY) or "") if v1 else ""
     backend = OmegaConf.select(config, BACKEND_KEY)
     separate = backend == SEPARATE_BACKEND
     rank, merge = lora_rank_of(model), bool(section(model, "lora", f"{MODEL}.lora").get("merge", False))
     served = bool(rank) and not merge
-    pool, where = (config.rollout, "rollout") if has_pool else (rollout, ROLLOUT)
+    pool, where = (rollout, ROLLOUT) if v1 else (config.rollout, "rollout")
     nodes, each = (int(pool.get(key, None) or 0) for key in OWN_GPUS)
     own = pool is not rollout and not OmegaConf.select(config, "async_training.use_dynamic_resource_scheduling")
     gpus, needed = nodes * each, math.prod(rollout.get(key, None) or 1 for key in SIZES)

@@ -140,7 +140,7 @@ def moves(rollout: Any) -> bool:
 
 def on_trainers_gpus(config: Any) -> bool:
     """True if engines share the trainer's GPUs, which verl's V1 trainers sync by ``naive``, whatever the backend is."""
-    v1 = OmegaConf.select(config, "trainer.use_v1") and not ("async_training" in config or "rollout" in config)
+    v1 = OmegaConf.select(config, "trainer.use_v1") and OmegaConf.select(config, "rollout.nnodes") is None
     return bool(v1 and config.actor_rollout_ref.get("hybrid_engine", True))
 
 
