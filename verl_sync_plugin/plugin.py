@@ -96,7 +96,7 @@ def _register_engines(module: str, strategies: str, _: Any) -> None:
         importlib.import_module(f"verl_sync_plugin.hooks.{module}")  # registers on import
     except AssertionError as error:  # verl's way to refuse a taken key
         raise RegistryConflictError(
-            f"verl's training engine for {strategies} on (cuda, nvidia or amd) is already taken: {error} "
+            f"verl's training engine for {strategies} on (cuda, nvidia) is already taken: {error} "
             f"Uninstall one of the two plugins, or {WITHOUT}."
         ) from error
 

@@ -281,12 +281,11 @@ def script_sync_config(sync: SyncConfig | Mapping[str, Any] | None) -> SyncConfi
 def _refuse_values(gpu_memory_utilization: Any, device: torch.device) -> None:
     if not isinstance(gpu_memory_utilization, int | float) or not 0 < gpu_memory_utilization < 1:
         raise ValueError(f"gpu_memory_utilization={gpu_memory_utilization!r}: use a share of a GPU, such as 0.4.")
+    if torch.version.hip:
+        raise ValueError("this torch is for AMD's GPUs, and weight sync serves NVIDIA's. Load weights in another way.")
     allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
     if device.type == "cuda" and "expandable_segments:true" in allocator.lower():
-        raise ValueError(
-            f"PYTORCH_CUDA_ALLOC_CONF={allocator}: such memory cannot be shared with the engine. Leave out "
-            "expandable_segments."
-        )
+        raise ValueError(f"PYTORCH_CUDA_ALLOC_CONF={allocator}: engines cannot open it. Leave out expandable_segments.")
 
 
 @contextmanager

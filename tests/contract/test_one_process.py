@@ -39,7 +39,7 @@ from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.trainers.base import ParameterSource, ShardStream
 from verl_sync_plugin.transport.channel import Channel
-from verl_sync_plugin.transport.memory import Live, LiveParameters, NotInPlaceError
+from verl_sync_plugin.transport.memory import Live, LiveParameters, NotInPlaceError, Regions
 from verl_sync_plugin.transport.protocol import Committed, together_seconds
 
 CPU = torch.device("cpu")
@@ -324,8 +324,10 @@ def mapped() -> int:
 
 @on_ranks(1, timeout=180)
 def test_parameters_are_let_go_of_once_they_are_not_read_in_place(qwen2: str, tmp_path: Path) -> None:
-    """Not after a staged sync, nor where some of them cannot be mapped."""
-    place = OneProcess(qwen2, tmp_path)
+    """Not after a staged sync, nor where some of them cannot be mapped; where nothing can be, a sync fails."""
+    place, nothing = OneProcess(qwen2, tmp_path), mock.patch.object(Regions, "map", side_effect=OSError("injected"))
+    with nothing, pytest.raises(SyncError, match=r"injected.* one container"):
+        place.sync()
     own, honest = mapped(), LiveParameters.locate
 
     def half_gone(*args: Any) -> Live:

@@ -24,7 +24,7 @@ TURN_OFF = f"set {KEY_PREFIX}.enabled=False to run stock verl"
 # verl's strategies for which a sharding manager to SGLang is built in
 TRAINERS = ("fsdp", "fsdp2", "megatron")
 # verl registers its engines for a device only; a (device, vendor) entry is looked up before it
-VENDORS = ["nvidia", "amd"]
+VENDOR = "nvidia"
 SEPARATE_BACKEND = "sync_plugin"  # verl's ``checkpoint_engine.backend`` of a rollout on GPUs of its own
 NOT_IN_USE = "weight sync NOT IN USE"  # begins the line of a run that the plugin cannot serve
 SHARES_GPU = "_another_engine_on_this_gpu"  # set by our trainer next to ``sync``: no cache of the trainer may stay

@@ -73,8 +73,6 @@ class ReceiverSession:
         try:
             self._map(hello.stagings)
         except (RuntimeError, OSError) as error:
-            if len(hello.stagings) == 1:  # its own trainer rank's, for which there is no other way
-                raise
             channel.send(Ready(refusal=f"{type(error).__name__}: {error}"))
             return
         device = next(self._model.module.parameters()).device
@@ -104,12 +102,8 @@ class ReceiverSession:
             return
         running = Running(channel, load.device)
         message = _expect(Load, running.receive(wait))
-        try:
-            with running.loading(message.bucket):
-                load.load_in_place(self._lives, hello.place, self._regions)
-        except BaseException:
-            _wait_for(load.device)  # the trainer goes on when it hears of this
-            raise
+        with running.loading(message.bucket):
+            load.load_in_place(self._lives, hello.place, self._regions)
         commit = _expect(Commit, running.receive(wait))
         # Only now: until the trainer has heard ``Committed``, it may come back to what these map
         self._map(lives=self._lives)
@@ -154,10 +148,12 @@ class ReceiverSession:
     def _commit(self, commit: Commit, hello: Hello, channel: Channel) -> None:
         load = self._load
         assert load is not None, "loaded by it"
-        if commit.unmap:  # also where what follows fails: the trainer gives it back in any case
-            self._map(lives=self._lives)
-        sums = load.sums()
-        load.finish()
+        try:
+            sums = load.sums()
+            load.finish()
+        finally:
+            if commit.unmap:  # the trainer gives it back in any case
+                self._map(lives=self._lives)
         if load.is_new:
             refuse_rearranged(self._model, load.device)
             load.is_new = False
@@ -250,8 +246,6 @@ def _unknown(hello: Hello, load: ModelLoad) -> LoadMap | None:
 
 
 def _reserved_bytes(which: str = "current") -> int:
-    if not torch.cuda.is_available():
-        return 0
     # ``memory_reserved`` sorts all of torch's counters for one
     return int(torch.cuda.memory_stats_as_nested_dict().get("reserved_bytes", {}).get("all", {}).get(which, 0))
 

@@ -46,7 +46,7 @@ from verl_sync_plugin.config.settings import (
     SHORT_BUCKET_KEY,
     TRAINERS,
     TURN_OFF,
-    VENDORS,
+    VENDOR,
     SyncConfig,
     bucket_megabytes,
     bucket_of,
@@ -170,8 +170,8 @@ def _unserved_trainer(actor_rollout_ref: Any, strategy: str, engine: str) -> str
         return f"{ACTOR}.strategy={strategy}: no sharding manager moves its weights to {engine} ({there_are})"
     device = os.environ.get("VERL_ENGINE_DEVICE") or get_device_name()
     vendor = os.environ.get("VERL_ENGINE_VENDOR") or get_vendor()
-    if strategy in TRAINERS and (device != "cuda" or vendor not in VENDORS):
-        only = f"weight sync has engines for cuda of {' and '.join(VENDORS)} (VERL_ENGINE_VENDOR says which it is)"
+    if strategy in TRAINERS and (device != "cuda" or vendor != VENDOR):
+        only = f"weight sync has engines for cuda of {VENDOR} (VERL_ENGINE_VENDOR says which it is)"
         return f"{ACTOR}.strategy={strategy} on {device} of {vendor}: {only}"
     megatron = (strategy == "megatron" and OmegaConf.select(actor_rollout_ref, "actor.megatron")) or {}
     if megatron.get("use_megatron_fsdp"):

@@ -6,10 +6,10 @@ from __future__ import annotations
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
-from verl_sync_plugin.config.settings import VENDORS
+from verl_sync_plugin.config.settings import VENDOR
 from verl_sync_plugin.trainers.base import ShardExport
 
 
-@EngineRegistry.register("language_model", "megatron", device="cuda", vendor=VENDORS)
+@EngineRegistry.register("language_model", "megatron", device="cuda", vendor=VENDOR)
 class SyncMegatronEngineWithLMHead(ShardExport, MegatronEngineWithLMHead):
     """verl's Megatron engine; only its weight export differs."""

@@ -24,7 +24,7 @@ from verl.checkpoint_engine.base import (
     CheckpointEngineWorker,
 )
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
-from verl.utils.device import get_torch_device
+from verl.utils.device import get_torch_device, set_expandable_segments
 
 from verl_sync_plugin.config.settings import ROLLOUT, SEPARATE_BACKEND, SyncConfig
 from verl_sync_plugin.log import say, say_unused
@@ -62,6 +62,8 @@ class SyncCheckpointEngine(CheckpointEngine):
         self._manager: SeparateTrainer | None = None
         if self._trainer:
             export_shards(True)
+        else:
+            set_expandable_segments(False)  # other processes cannot open such memory
 
     @cached_property
     def _membership(self) -> Membership:

@@ -188,7 +188,7 @@ class EngineConnection:
         """Waits for the engine rank in rounds, so that one rank's failure ends the wait of all, and greets it on the
         channel that the sender has adopted; collective. ``handshake`` returns why the engine rank refuses the way.
         Returns True if any rank has ``news`` then. Raises SyncError where any rank's engine rank did not come, or
-        failed, and WayRefusedError where one cannot read other trainer ranks' memory; nothing was loaded then."""
+        failed, and WayRefusedError where one cannot map the memory that it is to read; nothing was loaded then."""
         seconds, name = self._seconds, self._endpoint.name
         deadline, refusal = time.monotonic() + seconds, ""
         missing = bool(self._endpoint.ranks)  # the engine rank, where this rank has one

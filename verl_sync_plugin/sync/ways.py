@@ -263,8 +263,8 @@ class InPlace(Way):
             self._say(obstacle)
 
     def close(self, sync: Sync) -> None:
-        """Gives back the staging memory of earlier syncs. By now all engine ranks have unmapped it, also those that
-        failed to commit; if they heard of it again, they would open an export for the second time."""
+        """Gives back the staging memory of earlier syncs. By now the engine ranks have unmapped it; one that failed
+        before does so in the next sync."""
         self._sender.unstage()
 
     def fall_back(self, error: WayRefusedError) -> None:
@@ -394,13 +394,18 @@ class Staged(Way):
         self._sender.broadcast(bucket, index % SLOTS, sync.senders, start)
 
     def close(self, sync: Sync) -> None:
-        """Gives the staging memory back where the engine would lack it. By now all engine ranks have unmapped it, but
-        for one that is gone."""
+        """Gives the staging memory back where the engine would lack it. By now the engine ranks have unmapped it; one
+        that failed before does so in the next sync."""
         if not sync.keeps_staging:
             self._sender.unstage()
             self._plan = None
 
     def fall_back(self, error: WayRefusedError) -> None:
+        if not self._reach.sharded:
+            raise SyncError(
+                f"an engine rank cannot read the memory of the rank next to it ({error}). Start both in one container, "
+                "or with one IPC namespace, and let both see the same GPUs; verl-sync doctor tries it."
+            ) from error
         say(f"an engine rank cannot read other ranks' memory ({error}); buckets are broadcast instead")
         self._reach.sharded, self._reach.why = False, str(error)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from verl.utils.device import get_device_name
 
-from verl_sync_plugin.config.settings import TRAINERS, TURN_OFF, VENDORS, SyncConfig
+from verl_sync_plugin.config.settings import TRAINERS, TURN_OFF, VENDOR, SyncConfig
 from verl_sync_plugin.errors import RegistryConflictError
 from verl_sync_plugin.layout.tensors import Shard
 from verl_sync_plugin.layout.tensors import dtype_name as dtype_name
@@ -230,7 +230,7 @@ def refuse_other_engines() -> None:
                 raise RegistryConflictError(
                     f"verl's training engine for {strategy} is {engine.__module__}.{engine.__qualname__} here, not "
                     "verl-sync-plugin's. Uninstall the plugin that has taken the key; if it is verl's own, set "
-                    f"VERL_ENGINE_VENDOR={VENDORS[0]} in the environment of every node; or {TURN_OFF}."
+                    f"VERL_ENGINE_VENDOR={VENDOR} in the environment of every node; or {TURN_OFF}."
                 )
 
 
@@ -239,6 +239,6 @@ def refuse_plain_stream() -> NoReturn:
     raise RegistryConflictError(
         "the training engine exports a plain weight stream, so it is not verl-sync-plugin's. Either another plugin has "
         "taken its key in verl's registry (verl-sync doctor names it): uninstall one of the two. Or VERL_ENGINE_VENDOR "
-        f"is none of {', '.join(VENDORS)}: set it to {VENDORS[0]} in the environment of every node. Or "
+        f"is not {VENDOR}: set it to {VENDOR} in the environment of every node. Or "
         f"actor_rollout_ref.actor.strategy is none of {', '.join(TRAINERS)}: use one of these. Else {TURN_OFF}."
     )

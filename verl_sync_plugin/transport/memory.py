@@ -86,10 +86,7 @@ class _Handle(ctypes.Structure):
 
 @cache
 def driver() -> ctypes.CDLL:
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError as error:  # torch calls other makers' devices cuda as well
-        raise RuntimeError(f"there is no CUDA driver: {error}") from error
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def _call(name: str, *arguments: object) -> None:
@@ -368,7 +365,11 @@ def _map(region: Region) -> torch.Tensor:
         address = open_allocation(region.handle)
         storage = torch._C._construct_storage_from_data_pointer(address, device, region.nbytes)
         flat = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (region.nbytes,), (1,))
-        flat[:1].cpu()  # a mapping without a way to the memory shows here, and not in the middle of a load
+        try:
+            flat[:1].cpu()  # a mapping without a way to the memory shows here, and not in the middle of a load
+        except RuntimeError:
+            close_allocation(address)
+            raise
         return flat
     path = region.handle.decode()
     # Another process may have the number of the trainer's, in another container; and ``from_file`` would make a file
