@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib.metadata
+import inspect
 import types
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -77,7 +78,7 @@ def _fields(struct: Any) -> list[Any]:
 async def flush_cache(tokenizer_manager: Any, **options: Any) -> bool:
     """Has SGLang flush its prefix cache; True if all schedulers have. With DP attention there are several, and its own
     call looks at the answer that comes first."""
-    if tokenizer_manager.server_args.dp_size == 1:
+    if all(argument(tokenizer_manager, key) in (None, 1) for key in ("dp_size", "attn_dp_size")):
         return bool(getattr(await tokenizer_manager.flush_cache(**options), "success", True))
     from sglang.srt.managers.io_struct import FlushCacheReqInput
 
@@ -125,18 +126,24 @@ async def replace_adapter(tokenizer_manager: Any, name: str, settings: dict[str,
     from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput, UnloadLoRAAdapterReqInput
 
     registry = tokenizer_manager.lora_registry
-    if held := registry.get_all_adapters().get(name):
-        counter = registry._counters.get(held.lora_id)
-        if counter is not None and counter.value() and not await answering(tokenizer_manager):
-            # SGLang up to 0.5.21 counts for good a request that it refused, or aborted in its queue, and would wait
-            await asyncio.sleep(0.05)  # for releases that are under way
-            await counter.decrement(counter.value())
+    held = registry.get_all_adapters().get(name)
+    counter = held and registry._counters.get(held.lora_id)
+    if counter is not None and counter.value() and not await answering(tokenizer_manager):
+        # SGLang up to 0.5.21 counts for good a request that it refused, or aborted in its queue, and would wait
+        await asyncio.sleep(0.05)  # for releases that are under way
+        await counter.decrement(counter.value())
+    if held or name in getattr(tokenizer_manager, "pending_lora_unloads", ()):  # one that was broken off
         _check_adapter(await tokenizer_manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name)))
     blobs: dict[str, Any] = {"serialized_tensors": packed}
     if "serialized_named_tensors" in {field.name for field in _fields(LoadLoRAAdapterFromTensorsReqInput)}:
         blobs = {"serialized_named_tensors": [packed] * int(tokenizer_manager.server_args.tp_size)}
     request = LoadLoRAAdapterFromTensorsReqInput(lora_name=name, config_dict=settings, **blobs)
     _check_adapter(await tokenizer_manager.load_lora_adapter_from_tensors(request))
+
+
+def placed_factor(cut: Any, factor: Any, rank: int) -> Any:
+    """This rank's part of a factor, by a ``slice_lora_…_weights`` of SGLang's; since 0.5.17 that knows the rank."""
+    return cut(factor, rank) if "tp_rank" in inspect.signature(cut).parameters else cut(factor)
 
 
 def _check_adapter(answer: Any) -> None:

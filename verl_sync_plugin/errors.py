@@ -13,8 +13,8 @@ class RegistryConflictError(RuntimeError):
 class SyncError(RuntimeError):
     """A weight sync failed; every rank of the trainer raises it with the same text.
 
-    The trainer's weights are untouched, and the next ``update_weights`` starts from nothing. Until it succeeds requests
-    to that engine are refused, because its weights may be half written.
+    The trainer's weights are untouched, and the next ``update_weights`` starts from nothing. Requests to
+    that engine are refused until it begins, because its weights may be half written.
     """
 
 

@@ -16,10 +16,10 @@ def say(text: str) -> None:
         print(f"[verl-sync-plugin] pid {os.getpid()} {text}", flush=True)
 
 
-def some(names: Sequence[str], most: int = 5) -> str:
+def some(names: Sequence[str]) -> str:
     """The first few names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
 
 
 def by_reason(what: str, found: Iterable[tuple[str, str]]) -> list[str]:

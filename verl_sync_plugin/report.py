@@ -51,7 +51,7 @@ class SyncReport:
     stages: dict[str, float] = field(default_factory=dict)  # seconds by name
     nbytes: int = 0  # of all buckets; an engine rank reads what it needs of them
     buckets: int = 0  # number of transfers
-    bucket_bytes: int = 0  # the size that the user sets; 0 when no base weights travelled
+    bucket_bytes: int = 0  # the size that the user sets (of a separate rollout, a slot's); 0 when no base travelled
     tensors: int = 0  # number of HF tensors
     peak_device_bytes: int = 0  # most device memory that this rank allocated beyond what it held before
     device_used_bytes: dict[str, int] = field(default_factory=dict)  # of all processes, by moment

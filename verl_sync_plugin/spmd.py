@@ -145,8 +145,9 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
 
     def sync_weights(self, source: Trained | Any, version: int | None = None) -> SyncReport:
         """Moves the trainer's weights into the engines, with hashes and proofs; returns this rank's report. Weights
-        that are released are resumed on the way; a KV cache that is released stays so. Raises SyncError where any rank
-        or engine failed: the trainer's weights are as before, and the engines generate nothing until a sync succeeds.
+        that are released are resumed on the way; a KV cache that is released stays so. Raises RolloutError where this
+        is closed, SyncError where any rank or engine failed, or was given what cannot be synced: the trainer's weights
+        are as before, and the engines generate nothing until a sync succeeds.
 
         Args:
             source: an ``fully_shard``-ed, FSDP1, DDP or plain module of transformers, PEFT's adapters in it merged on
@@ -156,10 +157,13 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
         """
         self._refuse_closed()
         manager, agreement = self._manager, self._agreement
-        if version is not None and not _whole(version, 0):
-            raise ValueError(f"version={version!r}: not a whole number from 0 on. Leave it out, and syncs are counted.")
-        version = (self._version or 0) + 1 if version is None else version
-        if agreement.any("looking at the source of the weights", lambda: self._given.take(source)):
+
+        def take() -> bool:
+            if version is not None and not _whole(version, 0):
+                raise ValueError(f"version={version!r}: not a whole number from 0 on. Leave it out to count syncs.")
+            return self._given.take(source)
+
+        if agreement.any("looking at what was given", take):
             manager.source = None  # another model: what is known of the last one's layout goes
         tags = [WEIGHTS] if WEIGHTS in self._released else []
         manager.keeps_staging = not self._released
@@ -168,8 +172,10 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
             if tags:
                 agreement.step("making room for the engine's weights", lambda: release_cache(self.device))
 
+        number = (self._version or 0) + 1 if version is None else version
+
         async def sync() -> SyncReport:
-            await manager.update_weights(tags, version)
+            await manager.update_weights(tags, number)
             return await manager.finish([])
 
         try:
@@ -177,7 +183,7 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
         finally:
             self._given.let_go()
         self._released.discard(WEIGHTS)
-        self._version = version
+        self._version = number
         self.report.put_before(around)
         if self._ask is not None:
             write_report(self.report)

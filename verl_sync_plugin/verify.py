@@ -63,9 +63,7 @@ class Comparison:
         blocks: of tensors to be sent in fp8, by name, rows and columns of a block.
     """
 
-    def __init__(
-        self, config: SyncConfig, agreement: Agreement, ranks: Sequence[int], real_weights: bool = False
-    ) -> None:
+    def __init__(self, config: SyncConfig, agreement: Agreement, ranks: Sequence[int], real_weights: bool) -> None:
         self._config, self._agreement = config, agreement
         self._ranks, self._real = tuple(ranks), real_weights
         self._known = ""  # digest of the plan of which all ranks know the maps, as far as this rank has heard
@@ -202,9 +200,9 @@ class Comparison:
             self._say(f"{len(unproven)} engine parameters are not proven whole: {_elements(unproven)}")
 
     def weighed(self, sent: torch.Tensor, committed: Committed | None, verified: bool) -> torch.Tensor:
-        """This rank's share of ``compare``: int64 of shape ``(3, tensors)``, hashes of what was packed here, of
-        what this rank's engine rank (``committed``: ``None`` where there is none) read, and of what it holds, if that
-        is compared (``verified``). Raises ValueError where it hashed another number of parts than its map has."""
+        """This rank's share of ``compare``: int64 of shape ``(2, tensors)``, hashes of what was packed here and of what
+        this rank's engine rank (``committed``: ``None`` where there is none) read; where it is compared (``verified``)
+        a third row, of what it holds. Raises ValueError where it hashed another number of parts than its map has."""
         rows = [sent, torch.zeros_like(sent), torch.zeros_like(sent)]
         if committed is not None:
             rows[1] = self._read.sum(committed.sums, len(sent))
@@ -298,9 +296,7 @@ def times_sent(plan: Plan, world: int) -> torch.Tensor:
     """Counts the trainer's ranks that hash each byte of a tensor when they pack it: one in every group that shares the
     tensor out, and every rank where each holds it whole."""
     times = {entry.name: world // bucket.world for bucket in plan.buckets for entry in bucket.entries}
-    return torch.tensor(
-        [times[name] for name in numbers_of(bucket.entries for bucket in plan.buckets)], dtype=torch.int64
-    )
+    return torch.tensor([times[name] for name in sorted(times)], dtype=torch.int64)
 
 
 def _left_out(tensors: _Tensors, maps: list[LoadMap]) -> dict[str, str]:

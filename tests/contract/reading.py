@@ -80,7 +80,6 @@ class Reader:
 
 
 def sync(source: Any, bucket_bytes: int = TINY, sharded: bool = False) -> State:
-    """One sync, as of a ``Reader``."""
     return Reader(source).sync(bucket_bytes, sharded)
 
 

@@ -4,7 +4,7 @@
 import pytest
 
 from e2e import checks
-from e2e.runs import MODEL, ROLLOUT, SHORT_WAIT, Play
+from e2e.runs import MODEL, ROLLOUT, SHORT_WAIT, Play, Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
@@ -16,7 +16,6 @@ MERGED = (
 )
 SERVED = (f"{MODEL}.lora.merge=False", f"+{ROLLOUT}.engine_kwargs.sglang.lora_backend=torch_native")
 MEGATRON = "MegatronSGLangShardingManager"
-TENSOR_PARALLEL = (2, 1, 1)
 
 
 @pytest.mark.extended
@@ -36,18 +35,17 @@ def test_a_merged_run(play: Play) -> None:
     assert all(abs(metrics["actor/ppo_kl"]) < 1e-6 for metrics in merged.logged.values()), "old and current policy"
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("fsdp2", marks=pytest.mark.extended), "megatron"])
-def test_the_base_of_a_served_adapter_travels_once(strategy: str, play: Play) -> None:
-    """Starts from the checkpoint, or from random weights; larger models would be padded, which adapters are not."""
-    megatron = TENSOR_PARALLEL if strategy == "megatron" else None
-    start = () if megatron else (f"{ROLLOUT}.load_format=auto",)
-    served = play(*COMMON, *start, *SERVED, ranks=2, steps=2, megatron=megatron)
+def test_the_base_of_a_served_adapter_travels_once(play: Play) -> None:
+    """By FSDP2, with every release of SGLang: ``test_old_and_new_sglang.py``."""
+    served = play(*COMMON, *SERVED, ranks=2, steps=2, megatron=(2, 1, 1))
     checks.reached(served, steps=2)
-    checks.reported(served, steps=2, **({"manager": MEGATRON} if megatron else {}))
+    checks.reported(served, steps=2, manager=MEGATRON)
+    served_right(served)
+
+
+def served_right(served: Run) -> None:
     checks.same_weights(served)
     first, *later = served.reports
     assert first["buckets"] > 0 and first["coverage_expected"] > 0 and not first["coverage_missing"]
-    factors = 2 * 2 * 7  # A and B of seven linear layers in two blocks
     assert all(report["buckets"] == 0 and report["tensors"] > 0 for report in later), later
-    assert megatron or all(report["tensors"] == factors for report in later), later
     assert all(report["nbytes"] < first["nbytes"] / 3 for report in later)

@@ -6,10 +6,11 @@ import re
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from e2e import checks
+from e2e import checks, test_lora
 from e2e.releases import INSTALLED, PAGE, RELEASES, row, rows, table
 from e2e.runs import DUMMY, ROLLOUT, SMALL_BUCKETS, Setup, main_ppo
 from fresh_process import folder_with, passed
@@ -35,7 +36,6 @@ def folder_of_release(release: str, tmp_path_factory: pytest.TempPathFactory) ->
 def test_release_trains_with_the_weights_of_the_plugin_as_the_table_says(
     release: str, folder_of_release: Path, tiny_model: Callable[[str], str], tmp_path: Path
 ) -> None:
-    """Two steps, so three syncs."""
     path = () if release == INSTALLED else (str(folder_of_release),)
     setup = Setup(OVERRIDES, steps=2, model=Path(tiny_model("qwen2")), change="versions", path=path)
     trained = main_ppo(setup, tmp_path)
@@ -48,6 +48,12 @@ def test_release_trains_with_the_weights_of_the_plugin_as_the_table_says(
     difference = max(metrics["training/rollout_probs_diff_max"] for metrics in trained.logged.values())
     found = {**rows(), release: row(release, trained.reports, difference, checks.MOST_DIFFERENCE)}
     check(PAGE, "releases", table(found))
+
+
+def test_an_adapter_is_served(release: str, folder_of_release: Path, tiny_model: Any, tmp_path: Path) -> None:
+    path = () if release == INSTALLED else (str(folder_of_release),)
+    keys = *OVERRIDES, *test_lora.COMMON, *test_lora.SERVED
+    test_lora.served_right(main_ppo(Setup(keys, steps=2, model=Path(tiny_model("qwen2")), path=path), tmp_path))
 
 
 def test_answers_that_span_a_sync_tell_so(release: str, folder_of_release: Path) -> None:

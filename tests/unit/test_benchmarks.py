@@ -63,19 +63,6 @@ def stored(name: str) -> dict[str, Any]:
     return json.loads((report.RESULTS / f"{name}.json").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
-def test_schema_names_what_is_wrong() -> None:
-    assert common.problems_of(stored("headline-7b-fsdp2")) == []
-    for change, message in (
-        (lambda bad: bad.pop("commit"), "missing 'commit'"),
-        (lambda bad: bad["runs"][0].update(variant="other"), "not one of"),
-        (lambda bad: bad["runs"][1]["stages"].pop("sleep"), "stages are"),
-        (lambda bad: bad["runs"][0]["samples"].update(syncs=[]), "missing or empty"),
-    ):
-        bad = stored("headline-7b-fsdp2")
-        change(bad)
-        assert any(message in problem for problem in common.problems_of(bad)), message
-
-
 def test_variants_differ_in_bucket_key_and_switches_alone() -> None:
     words = ["--case", "dense", "--model-size", "7b", "--gpus", "2", "--rollout-tp", "2", "--out", "r.json"]
     given, defaults = (phase.case_of(phase.arguments([*words, *more])) for more in (["--bucket-mb", "512"], []))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that another process sees: staging memory in a file, and allocations on a device."""
+"""Memory that another process sees; read on a GPU by ``bare_engine/test_flips_on_gpu.py``."""
 
 import os
 import subprocess
@@ -79,9 +79,6 @@ def test_another_user_cannot_open_it() -> None:
     staging = Staging(CPU, 1, SLOT_BYTES)
     code = f"import os; os.setgid(65534); os.setuid(65534); open({staging.export.region.handle.decode()!r})"
     assert "PermissionError" in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
-
-
-# Allocations of a device, which another process maps whole; one that reads them: ``bare_engine/test_flips_on_gpu.py``
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 """Covers the server actor on a tokenizer manager that notes calls; with a real SGLang: ``test_pause_modes.py``."""
 
 import asyncio
+import itertools
 import json
 import os
 from collections.abc import AsyncIterator, Callable
@@ -330,20 +331,21 @@ async def test_requests_that_outlive_an_abort_are_aborted_again_and_a_load_waits
 
 def test_all_schedulers_have_to_flush() -> None:
     """With DP attention there are several, and SGLang's own call answers as the first one does."""
-    for second in (True, False):
+    for second, key in itertools.product((True, False), ("dp_size", "attn_dp_size")):
         asked = AsyncMock(return_value=[SimpleNamespace(success=each) for each in (True, second)])
-        manager = mock.Mock(**{"server_args.dp_size": 2, "flush_cache_communicator": asked})
+        manager = mock.Mock(config_value={"dp_size": 1, key: 2}.get, flush_cache_communicator=asked)
         assert asyncio.run(compat.flush_cache(manager)) == second
 
 
 def test_an_adapter_is_replaced_that_sglang_counts_as_used_for_good() -> None:
-    """Up to 0.5.21 by requests that it has refused, or aborted in its queue."""
+    """Up to 0.5.21 by requests that it has refused, or aborted in its queue; and one of which only some ranks know."""
     from sglang.srt.lora.lora_registry import LoRARef, LoRARegistry
 
     registry = LoRARegistry()
 
     async def unload(request: Any) -> Any:
-        await registry.wait_for_unload(await registry.unregister(request.lora_name))
+        if not manager.pending_lora_unloads.pop(request.lora_name, ""):
+            await registry.wait_for_unload(await registry.unregister(request.lora_name))
         return SimpleNamespace(success=True)
 
     async def replace() -> None:
@@ -353,15 +355,17 @@ def test_an_adapter_is_replaced_that_sglang_counts_as_used_for_good() -> None:
 
     idle, load = AsyncMock(return_value=False), AsyncMock(return_value=SimpleNamespace(success=True))
     given = {"server_args.tp_size": 1, "model_update_lock.is_locked": idle, "load_lora_adapter_from_tensors": load}
-    manager = mock.Mock(lora_registry=registry, unload_lora_adapter=unload, **given)
+    manager = mock.Mock(lora_registry=registry, unload_lora_adapter=unload, pending_lora_unloads={}, **given)
     asyncio.run(replace())
-    assert load.await_count == 1
+    manager.pending_lora_unloads["a"] = "1"
+    asyncio.run(compat.replace_adapter(manager, "a", {}, b""))
+    assert load.await_count == 2 and not manager.pending_lora_unloads
 
 
 def test_a_scripts_engine_releases_memory_once_it_is_idle() -> None:
     """SGLang ends itself when it is asked to release a moment after its last answer."""
     server, flushed = object.__new__(ScriptServer), SimpleNamespace(success=True, message="")
-    manager = server.tokenizer_manager = AsyncMock(**{"flush_cache.return_value": flushed, "server_args.dp_size": 1})
+    manager = server.tokenizer_manager = AsyncMock(flush_cache=AsyncMock(return_value=flushed), config_value={}.get)
     server.expect_updates(1.0, needs_sync=False)
     asyncio.run(server.release_tags(["kv_cache"]))
     asyncio.run(server.release_tags(["weights"]))  # nothing can have run since

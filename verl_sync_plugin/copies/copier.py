@@ -24,10 +24,10 @@ class Memory:
     Args:
         device: the reading one.
         starts: for each region, the address from which the sources of its blocks count.
-        flats: the bytes of each (uint8 of shape ``(n,)``); none where only the kernel reads.
+        flats: the bytes of each (uint8 of shape ``(n,)``).
     """
 
-    def __init__(self, device: torch.device, starts: Sequence[int], flats: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(self, device: torch.device, starts: Sequence[int], flats: Sequence[torch.Tensor]) -> None:
         self.device, self.starts, self.flats = device, tuple(starts), tuple(flats)
 
     def at(self, region: int, source: int) -> tuple[torch.Tensor, int]:

@@ -96,7 +96,7 @@ class _Kind:
 class KernelTable:
     """The rows of a bucket, or of all of them, resident on the device and used again every sync.
 
-    Device memory: 64 bytes per ``ROW_BYTES`` copied.
+    Device memory: 64 bytes per row of at most ``ROW_BYTES``.
 
     Args:
         blocks: what is copied.

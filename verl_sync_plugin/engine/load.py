@@ -191,7 +191,9 @@ class ModelLoad:
                 entries_of.setdefault(entry.name, []).append((entry, first))
         parts_held = held_parts(self.map, self._dtypes, self._owners)
         self._held = _HeldWork(parts_held, entries_of, self._names, self._copier)
-        self._say()
+        how = "the kernel" if self._copier.kernel else "plain copies"
+        how = f"the model's own load ({self.map.own_load})" if self.map.own_load else how
+        say(f"{len(self._names)} tensors go by {how}")
 
     def _cut(self, index: int) -> _Work:
         copies, reads, whole, entries = list[Block](), list[Block](), list[Entry](), self.manifest.buckets[index]
@@ -345,11 +347,6 @@ class ModelLoad:
         changed = dict.fromkeys(name for (name, _), flag in zip(odd, flags, strict=True) if flag)
         return Held(sums.cpu().numpy().astype("<i8").tobytes(), tuple(changed))
 
-    def _say(self) -> None:
-        how = "the kernel" if self._copier.kernel else "plain copies"
-        how = f"the model's own load ({self.map.own_load})" if self.map.own_load else how
-        say(f"{len(self._names)} tensors go by {how}")
-
 
 class _HeldWork:
     """Hashes parameters: those in the order of their tensor at once, the others one by one with their blocks."""
@@ -480,7 +477,7 @@ class Assembler:
     over buckets and not yet complete, plus one half of a fused pair.
     """
 
-    def __init__(self, names: frozenset[str] | None = None, pairs: FusedPairs = ()) -> None:
+    def __init__(self, names: frozenset[str], pairs: FusedPairs = ()) -> None:
         """``names``: all tensors of the sync; half of one of ``pairs`` waits only for a partner among them."""
         self._names, self._pairs = names, pairs
         self._partial: dict[str, torch.Tensor] = {}
@@ -488,12 +485,7 @@ class Assembler:
         self._waiting: dict[str, tuple[str, torch.Tensor]] = {}
 
     def tensors(self, memory: BucketMemory, entries: tuple[Entry, ...]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that are complete with this bucket; they may alias ``memory`` unless that is shared.
-
-        Args:
-            memory: the bucket.
-            entries: what it holds.
-        """
+        """The tensors that are complete with this bucket; they may alias ``memory`` unless that is shared."""
         for entry in entries:
             flat = self._join(memory, entry)
             if flat is None:
@@ -522,7 +514,7 @@ class Assembler:
 
     def _release(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         partner = partner_of(name, self._pairs)
-        if partner is None or (self._names is not None and partner not in self._names):
+        if partner is None or partner not in self._names:
             yield name, tensor  # without q_lora_rank there is nothing to fuse with
         elif partner in self._waiting:
             yield self._waiting.pop(partner)

@@ -34,8 +34,8 @@ T = TypeVar("T")
 
 
 class ReceiverSession:
-    """Lives as long as its model; keeps the manifest and what was learned from it and, until it is asked to let go of
-    it, the opened staging memory between syncs.
+    """Lives as long as its model; keeps the manifest and what was learned from it. Staging memory stays mapped until a
+    commit says otherwise, or a sync in place ends.
 
     What it maps belongs to the trainer: staging memory, and allocations with parameters that it reads in place.
     """
@@ -55,7 +55,7 @@ class ReceiverSession:
         """Receives one sync.
 
         Raises:
-            ChannelClosedError: the trainer ended the sync.
+            ChannelClosedError, ChannelTimeoutError: the trainer ended the sync, or is silent.
             ValueError: protocol or manifest violated.
             Exception: whatever the model's ``load_weights`` raises.
         """
@@ -157,7 +157,8 @@ class ReceiverSession:
         if load.is_new:
             refuse_rearranged(self._model, load.device)
             load.is_new = False
-        _wait_for(load.device)  # what the model derived; its forward may use another stream
+        if load.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # what the model derived; its forward may use another stream
         if _reserved_bytes() - self._reserved >= LEAST_BYTES:
             # The engine resumes its KV cache next, through an allocator of its own that cannot use what a first sync
             # leaves in this one: at a memory share of 0.97 of an H100 the KV cache of 7.6 B did not come back
@@ -248,11 +249,6 @@ def _unknown(hello: Hello, load: ModelLoad) -> LoadMap | None:
 def _reserved_bytes(which: str = "current") -> int:
     # ``memory_reserved`` sorts all of torch's counters for one
     return int(torch.cuda.memory_stats_as_nested_dict().get("reserved_bytes", {}).get("all", {}).get(which, 0))
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream().synchronize()
 
 
 def _expect(kind: type[T], message: object) -> T:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @CheckpointEngineRegistry.register(SEPARATE_BACKEND)
 class SyncCheckpointEngine(CheckpointEngine):
-    """One process's end of all syncs of a run. ``bucket_size``: bound on what a rank stages, in bytes; ``is_master``:
+    """One process's end of all syncs of a run. ``bucket_size``: that of the user, in bytes; ``is_master``:
     this is trainer rank 0, ``None`` on a rollout rank; ``sync``, ``dtype`` and ``rollout`` are ``custom.sync``,
     ``rollout.dtype`` and ``rollout.name``, which the driver writes into ``engine_kwargs``."""
 

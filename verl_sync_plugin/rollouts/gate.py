@@ -69,7 +69,7 @@ class WeightsGate:
         self._wake()
 
     def lose_weights(self) -> None:
-        """Closes the gate until a sync succeeds: the engine's weights are released, and no copy of them is kept."""
+        """Closes the gate until a sync succeeds: the engine's weights are released, or written over."""
         self._lost = True
 
     def _wake(self) -> None:

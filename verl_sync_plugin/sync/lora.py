@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter mode (``lora.merge=False``): the base travels at most once, then only the adapter's factors.
+"""Adapter mode (``lora.merge=False``): the base travels until all engines have it, then only the adapter's factors.
 
 gather     every rank gathers all factors, whole                                -- settle
 deliver    the leader of every engine has its adapter replaced                  -- settle

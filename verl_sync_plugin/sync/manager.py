@@ -194,7 +194,7 @@ class ShardingManager(BaseShardingManager):
             note_device_memory(self.report, self._device, "synced")
 
     async def _sync(self, wake_tags: list[str], global_steps: int | None) -> None:
-        """One sync in the order in which it happens; all ranks agree at the end of each of its steps, and per bucket.
+        """One sync in the order in which it happens; all ranks agree before what depends on a step, and per bucket.
 
         plan, wake (meanwhile the first slots are filled, or parameters hashed), connect, transfer, commit; ``finish``
         comes later, when the trainer has made room.

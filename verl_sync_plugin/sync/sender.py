@@ -43,7 +43,7 @@ def arrived(works: Sequence[dist.Work], timeout_seconds: float, device: torch.de
 
 
 class BucketSender:
-    """Keeps its staging memory until ``unstage``: ``min(SLOTS, buckets)`` slots of the largest bucket's size. Each sync
+    """Keeps its staging memory until ``unstage``: ``min(SLOTS, buckets)`` slots of ``Plan.slot_bytes``. Each sync
     has a channel of its own to the engine rank.
 
     Give ``plan_buckets`` the size ``slot_limit`` of what the user sets, and all slots stay within two of those.
@@ -135,7 +135,7 @@ class BucketSender:
             self._under_way[slot] = event.query
 
     def drain(self, slot: int) -> None:
-        """Waits until a slot's pack and broadcast are done. Raises TimeoutError."""
+        """Waits until a slot's pack and broadcast are done. Raises TimeoutError, or RuntimeError where one failed."""
         if (done := self._under_way.pop(slot, None)) is not None:
             self._await(done)
 
@@ -145,7 +145,7 @@ class BucketSender:
         until(done, self._timeout, late)
 
     def unstage(self) -> None:
-        """Gives the staging memory back, once no reader has it mapped."""
+        """Gives the staging memory back to torch; the driver keeps what an engine rank has still mapped."""
         if self._staging is not None:
             self._staging.close()
             self._staging = None
@@ -170,7 +170,7 @@ class BucketSender:
     def handshake(self, hello: Hello, plan: Plan, lives: tuple[Live, ...] = ()) -> Ready:
         """Opens a sync on the adopted channel with the first word, of which the engine rank may lack ``plan`` or
         ``lives``. Returns its answer; with ``refusal`` the sync is over. Raises ChannelClosedError or
-        ChannelTimeoutError where it is gone or silent, RuntimeError where it refused."""
+        ChannelTimeoutError where it is gone or silent, RuntimeError where it failed."""
         channel = self._open_channel()
         channel.send(hello)
         ready = self._expect(Ready)

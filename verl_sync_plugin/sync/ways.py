@@ -140,7 +140,7 @@ class Way(ABC):
     def fall_back(self, error: WayRefusedError) -> None:
         """Has the next sync take another way."""
 
-    def _load(self, sync: Sync, index: int, slot: int) -> None:
+    def _load(self, index: int, slot: int) -> None:
         if self._loads:
             self._sender.load(index, slot)
 
@@ -250,7 +250,7 @@ class InPlace(Way):
     def run(self, sync: Sync) -> None:
         """Has the engine rank load everything at once."""
         with self._agreement.attempt():
-            self._load(sync, ALL, 0)
+            self._load(ALL, 0)
             self._wait(sync, ALL)
 
     def note(self, committed: Committed | None, plan: Plan) -> None:
@@ -372,7 +372,7 @@ class Staged(Way):
                     self._sender.drain((index - 1) % SLOTS)
             with self._agreement.attempt():
                 if index >= lag and not self._agreement.failed:
-                    self._load(sync, index - lag, (index - lag) % SLOTS)
+                    self._load(index - lag, (index - lag) % SLOTS)
             with self._agreement.attempt():
                 if alone and index > 0:  # the engine rank has the next bucket by now, so that it does not idle
                     self._wait(sync, index - 1)
@@ -438,10 +438,8 @@ class Ways:
     def votes(self, sync: Sync) -> list[int]:
         """Returns this rank's votes on the ways, to be added up over all ranks for ``take``. Not collective."""
         self._why = self.in_place.obstacle(sync)
-        return [
-            int(each)
-            for each in (bool(self._why), not self._why and self.in_place.unannounced, self.staged.needs_staging(sync))
-        ]
+        votes = bool(self._why), not self._why and self.in_place.unannounced, self.staged.needs_staging(sync)
+        return list(map(int, votes))
 
     def take(self, sync: Sync, votes: Sequence[int]) -> Way:
         """Collective: the way of this sync, ready to ``fill``; ``votes`` are those of all ranks, added up."""

@@ -229,8 +229,8 @@ def refuse_other_engines() -> None:
             if not issubclass(engine, ShardExport):
                 raise RegistryConflictError(
                     f"verl's training engine for {strategy} is {engine.__module__}.{engine.__qualname__} here, not "
-                    "verl-sync-plugin's. Uninstall the plugin that has taken the key; if it is verl's own, set "
-                    f"VERL_ENGINE_VENDOR={VENDOR} in the environment of every node; or {TURN_OFF}."
+                    "verl-sync-plugin's. Uninstall the plugin that has taken the key; if it is verl's own, the GPUs "
+                    f"being NVIDIA's, set VERL_ENGINE_VENDOR={VENDOR} in the environment of every node; or {TURN_OFF}."
                 )
 
 

@@ -115,8 +115,8 @@ _Tables = list[tuple[QuantizeTable, list[torch.Tensor]]]  # with what each reads
 class QuantizingSource(ParameterSource):
     """Wraps ``inner``; the policy names what is quantized, and the dtype to which values are cast before.
 
-    Device memory next to the buckets: 20 bytes per block of the model, with the kernel's tables some 48 more per block
-    of this rank's, without it at most 15 per element of ``LONGEST_CHUNK`` for a while.
+    Device memory next to the buckets: 24 bytes per block of the model, half of them for a while. With the kernel
+    some 48 more per block of this rank's, without it at most 15 per element of ``LONGEST_CHUNK`` for a while.
     """
 
     prepares = True

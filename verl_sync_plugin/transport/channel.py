@@ -23,7 +23,7 @@ import msgspec
 from verl_sync_plugin.log import say
 from verl_sync_plugin.transport.protocol import MESSAGES
 
-MOST_BYTES = 1 << 30  # of a message; a manifest of 20000 tensors on 8 ranks has 12 MB
+MOST_BYTES = 1 << 30  # of a message; a manifest of 20000 tensors on 8 ranks has 5 MB
 _BACKLOG = 8  # one engine rank is expected
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
 _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(MESSAGES)

@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import Any
 
@@ -142,7 +141,7 @@ def bounded(connect: Callable[[], None], device: torch.device, seconds: float, l
     threading.Thread(target=run, name="verl-sync-connecting", daemon=True).start()
     try:
         done.result(seconds)
-    except FutureTimeoutError:
+    except TimeoutError:
         given_up.set()
         if done.done():
             late()

@@ -148,7 +148,7 @@ class CudaExporter:
         self._last = (0, 0)
 
     def find(self, run: torch.Tensor) -> Spot:
-        """Finds the allocation that a tensor lies in. Raises RuntimeError where its memory cannot be shared."""
+        """Finds the allocation that a tensor lies in. Raises RuntimeError where there is none."""
         address = run.data_ptr()
         base, size = self._last
         if not base <= address < base + size:  # neighbours follow each other
@@ -208,7 +208,7 @@ def exporter_of(device: torch.device) -> Exporter:
 
 
 class Staging:
-    """Staging memory of ``slots`` x ``slot_bytes`` bytes on the trainer's device.
+    """``slots`` x ``slot_bytes`` bytes on the trainer's device. Raises RuntimeError where they cannot be shared.
 
     Attributes:
         memory: all of it; uint8.
@@ -267,8 +267,8 @@ class LiveParameters:
         self._live: Live | None = None
 
     def locate(self, shards: Sequence[Shard]) -> Live:
-        """Looks where all parameters of the plan are now. Raises NotInPlaceError where one is merged, on the host, of a
-        dtype that has to be cast otherwise than from fp32 to bf16, or in memory that cannot be shared."""
+        """Looks where all parameters of the plan are now. Raises NotInPlaceError where one is merged, on the host, not
+        contiguous or aligned, to be cast otherwise than from fp32 to bf16, or in memory that cannot be shared."""
         moved = self.found.locate(shards)
         if not moved and self._live is not None and self._same():
             return self._live

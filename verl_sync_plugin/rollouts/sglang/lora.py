@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from verl_sync_plugin import compat
 from verl_sync_plugin.config.settings import MODEL
 from verl_sync_plugin.log import say
 from verl_sync_plugin.rollouts.sglang.loader import admitted, answer, loading_scheduler
@@ -138,7 +139,7 @@ def compare_placed(manager: Any, adapter: str, sent: Sequence[Sent]) -> None:
     slot, rank = manager.memory_pool.get_buffer_id(uid), manager.memory_pool.tp_rank
     for key, place in places.items():
         cut = place.module.slice_lora_a_weights if place.first else place.module.slice_lora_b_weights
-        part = cut(weights[key], rank)
+        part = compat.placed_factor(cut, weights[key], rank)
         kind = LoRAType.LORA_A if place.first else LoRAType.LORA_B
         if place.layer is None:
             buffer = manager.memory_pool.get_embedding_tensor(place.leaf, kind)

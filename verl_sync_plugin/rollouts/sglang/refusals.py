@@ -98,6 +98,7 @@ UNSYNCABLE = {
     # apply_ape_hotfix of its compressor
     "DeepseekV4ForCausalLM": "its loader rearranges a parameter after its first load, and after no other",
     "LongcatFlashForCausalLM": "its loader scales norms again with every part that it loads",
+    "Qwen4ExpForConditionalGeneration": "its first load moves parameters, which CUDA graphs read where they were",
 }
 
 # Modules that SGLang computes in one, and of which of them it needs factors if it gets any
@@ -310,4 +311,5 @@ def keeps_copy(architectures: Collection[str], arguments: Mapping[str, Any]) -> 
     do without for a model of these architectures, holds tables of experts next to it, or is asked for the copy."""
     asked = arguments.get("enable_weights_cpu_backup", False) or os.environ.get("SGLANG_CUTLASS_MOE")
     backends = {arguments.get(f"moe_{which}_backend", None) for which in ("runner", "a2a")}
-    return bool(not architectures or {*architectures} - {*COVERED} or asked or backends & {"cutlass", "flashinfer"})
+    asked = asked or backends & {"cutlass", "flashinfer", "flashinfer_cutlass"}
+    return bool(not architectures or {*architectures} - {*COVERED} or asked)

@@ -171,7 +171,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
 
     async def abort_all_requests(self, **more: Any) -> None:
         """verl's call before a sync: aborts the requests, or pauses SGLang with them inside. SGLang handles requests to
-        its scheduler in their order, so a load that is asked for after this finds no forward pass under way."""
+        its scheduler in their order, so no forward pass begins between this and a load."""
         gated, before = self.node_rank == 0 and self._synced, self._paused
         if gated:
             self._gate.hold()
