@@ -31,7 +31,7 @@ def test_a_merged_run(play: Play) -> None:
     checks.same_weights(merged)
     # The reference is the same model without its adapter, so this is how far unmerged weights would be off
     first, *later = (metrics["actor/kl_loss"] for metrics in merged.logged.values())
-    assert abs(first) < 1e-6 and min(later) > 0.05, (first, later)
+    assert abs(first) < 1e-6 and min(later) > 0.02, (first, later)
     assert all(abs(metrics["actor/ppo_kl"]) < 1e-6 for metrics in merged.logged.values()), "old and current policy"
 
 
