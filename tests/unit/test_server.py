@@ -384,6 +384,7 @@ def test_unlogged_metrics_are_said_once(monkeypatch: pytest.MonkeyPatch, capsys:
         config: Any = RolloutConfig(name="sglang", tensor_model_parallel_size=1, custom={"sync": {"enabled": enabled}})
         replica = SyncSGLangReplica(0, config, SimpleNamespace(path="nowhere"), gpus_per_node=1)
         asyncio.run(replica.init_hybrid(SimpleNamespace(workers=[])))
+        assert replica.max_concurrency > 64 * config.max_num_seqs, "calls of a sync would wait for waiting requests"
         assert replica.syncs_weights is enabled and capsys.readouterr().out.count("NO SYNC METRICS") == said
 
 

@@ -246,8 +246,7 @@ def _unknown(hello: Hello, load: ModelLoad) -> LoadMap | None:
     return None if hello.map == load.map.digest else load.map
 
 
-def _reserved_bytes(which: str = "current") -> int:
-    # ``memory_reserved`` sorts all of torch's counters for one
+def _reserved_bytes(which: str = "current") -> int:  # ``memory_reserved`` sorts all of torch's counters for one
     return int(torch.cuda.memory_stats_as_nested_dict().get("reserved_bytes", {}).get("all", {}).get(which, 0))
 
 

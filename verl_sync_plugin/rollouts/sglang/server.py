@@ -331,11 +331,12 @@ class SyncSGLangReplica(SGLangReplica):
     from one of verl's checkpoint engines, or that share a trainer's GPUs but not its weights."""
 
     server_class: Any
+    # Calls that Ray lets into a server at a time: those of a sync must not wait for the requests that wait inside
+    max_concurrency = 1_000_000
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        serves_actor = not (self.is_reward_model or self.is_teacher_model)
-        self.syncs_weights = serves_actor and sync_config_of(self.config).enabled
+        self.syncs_weights = not (self.is_reward_model or self.is_teacher_model) and sync_config_of(self.config).enabled
         if self.syncs_weights:
             self.server_class = ray.remote(server_of_one_engine())
             say(f"task runner: replica {self.replica_rank} is ours")
