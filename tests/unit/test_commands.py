@@ -268,6 +268,7 @@ def test_a_cluster_whose_nodes_differ(tell: Callable[..., Any], monkeypatch: pyt
         ("A=1 python3 -m verl.trainer.main_ppo +x=y.py", "", "", ""),
         ("verl/trainer/main_ppo.py ~trainer.logger", "", "", ""),
         ("python3 -m verl.experimental.x.main_ppo --config-path x rollout.nnodes=1", WARNING, "not checked", "alone"),
+        ("bash examples/run.sh trainer.nnodes=1", WARNING, "not checked", "or script"),
     ],
 )
 def test_overrides(words: str, level: str, text: str, remedy: str, tell: Callable[..., Told]) -> None:

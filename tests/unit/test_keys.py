@@ -244,12 +244,14 @@ def test_settings_survive_the_trip_through_yaml_and_everything_else_is_verls() -
 
 def test_a_line_says_what_has_no_effect(capsys: pytest.CaptureFixture[str]) -> None:
     off, key, nccl = f"{SYNC}.enabled=False", f"{SYNC}.verify=7", f"{ROLL}.checkpoint_engine.backend=nccl"
-    apart = f"weight sync on; to the separate rollout nccl moves the weights, without {key}"
+    apart = "weight sync on; to the separate rollout nccl moves the weights"
     for program, overrides, line in (
         ("main_ppo", [off], driver.OFF),
         ("main_ppo", [off, key], f"{driver.OFF}, without {key}"),
         ("main_generation_server", [key], f"{driver.OFF}, without {key}"),
-        ("main_ppo", [*SEPARATE, nccl, key], apart),
+        ("main_ppo", [*SEPARATE, nccl, key], f"{apart}, without {key}"),
+        ("main_ppo", [*SEPARATE, nccl], apart),
+        ("main_ppo", [OURS, nccl, "trainer.use_v1=False", key], f"{driver.OFF}, without {key}"),
     ):
         config_of(*overrides, program=program)
         assert capsys.readouterr().out.strip().partition("driver: ")[2] == line

@@ -127,7 +127,7 @@ def test_what_cannot_be_read_is_left_to_the_first_sync(tmp_path: Path) -> None:
 def test_a_device_without_our_engines(what: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"VERL_ENGINE_{what}", value)
     assert rollout_of().custom.sync.enabled is False
-    assert f"{STRATEGY}=fsdp on {said}: weight sync has engines for cuda of nvidia (" in refused(SHORT)
+    assert f"{STRATEGY}=fsdp on {said}: weight sync needs nvidia" in refused(SHORT)
 
 
 def test_a_worker_refuses_what_the_driver_could_not_read() -> None:

@@ -125,7 +125,7 @@ def _one_line(error: BaseException) -> str:
 def program_of(words: Sequence[str]) -> tuple[str, Sequence[str]]:
     """Splits a whole command that was pasted, or overrides alone: the main as a module, and what follows it."""
     for place, word in enumerate(words):
-        if "=" not in word and (word.endswith(".py") or word.startswith("verl.") or words[place - 1 : place] == ["-m"]):
+        if "=" not in word and (word[-3:] in (".py", ".sh") or word[:5] == "verl." or "-m" in words[place - 1 : place]):
             return word.removesuffix(".py").strip("/").replace("/", "."), words[place + 1 :]
     return MAINS[0], words
 
@@ -145,7 +145,7 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
     line, check, key = "", "overrides", "actor_rollout_ref.rollout.name"
     module, words = program_of(words)
     if not any(module.endswith(main) or main.endswith(f".{module}") for main in MAINS):
-        remedy = f"to check them with the config of {MAINS[0]}, give them alone, without a program"
+        remedy = f"to check them with the config of {MAINS[0]}, give them alone, without a program or script"
         text = f"overrides not checked: the config of {module} may be another"
         return {"line": "", "findings": [warning(check, text, remedy)]}
     try:
@@ -170,13 +170,13 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
         elif line.startswith(NOT_IN_USE):
             found = [problem(check, line, "leave that key out, or use another value, for the plugin to move them")]
         elif not line:
-            text = f"{key}={config.actor_rollout_ref.rollout.name}: the plugin does not serve this rollout, stock verl "
+            text = f"{key}={OmegaConf.select(config, key)}: the plugin does not serve this rollout, stock verl "
             found = [problem(check, f"{text}moves its weights", f"set {key} to one of: {', '.join(ROLLOUTS)}")]
         else:
             omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
             found = [ok(check, line), *check_model(config, overrides)]
     except Exception as error:
-        remedy = "correct key or value; a key that verl's config does not have is added with a + before it"
+        remedy = "correct key or value; a key that verl's config does not have is added with a + before it, or left out"
         found = [_refused(check, error, remedy)]
     return {"line": line, "findings": found}
 

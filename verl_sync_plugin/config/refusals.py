@@ -171,7 +171,7 @@ def refuse_megatron_lora(megatron: Any, model: Any) -> None:
     if (rank := lora_rank_of(model)) <= 0:
         return
     left_out = "the export of Megatron-Bridge leaves DoRA's magnitudes out, and weight sync does not merge them"
-    bridge = "the package megatron.bridge, which has LoRA for Megatron, is not installed"
+    bridge = "the package megatron.bridge, which has LoRA for Megatron, is not installed where the driver runs"
     dora, vanilla = (model.get("lora", None) or {}).get("type", None) == "dora", megatron.get("vanilla_mbridge", False)
     lora, strategy, find = f"LoRA rank {rank}", f"{ACTOR}.strategy=megatron", importlib.util.find_spec
     refuse_first(

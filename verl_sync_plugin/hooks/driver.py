@@ -99,9 +99,11 @@ def apply_keys(config: DictConfig, overrides: Sequence[str] = (), program: str =
     refuse_values(MODEL, actor_rollout_ref.model)
     refuse_combinations(config, ours)
     settle_trainer(actor_rollout_ref, ours)
-    rest = ", ".join(changed(rollout))
-    if rest and not moves(rollout) and OmegaConf.select(config, MODE_KEY) == SEPARATE_ASYNC:
-        return f"weight sync on; to the separate rollout {backend_of(rollout)} moves the weights, without {rest}"
+    without = f", without {', '.join(rest)}" if (rest := changed(rollout)) else ""
+    if not ours:
+        return f"{OFF}{without}"
+    if not moves(rollout) and OmegaConf.select(config, MODE_KEY) == SEPARATE_ASYNC:
+        return f"weight sync on; to the separate rollout {backend_of(rollout)} moves the weights{without}"
     return "weight sync on"
 
 
@@ -171,8 +173,7 @@ def _unserved_trainer(actor_rollout_ref: Any, strategy: str, engine: str) -> str
     device = os.environ.get("VERL_ENGINE_DEVICE") or get_device_name()
     vendor = os.environ.get("VERL_ENGINE_VENDOR") or get_vendor()
     if strategy in TRAINERS and (device != "cuda" or vendor != VENDOR):
-        only = f"weight sync has engines for cuda of {VENDOR} (VERL_ENGINE_VENDOR says which it is)"
-        return f"{ACTOR}.strategy={strategy} on {device} of {vendor}: {only}"
+        return f"{ACTOR}.strategy={strategy} on {device} of {vendor}: weight sync needs {VENDOR} (VERL_ENGINE_VENDOR)"
     megatron = (strategy == "megatron" and OmegaConf.select(actor_rollout_ref, "actor.megatron")) or {}
     if megatron.get("use_megatron_fsdp"):
         return f"{ACTOR}.megatron.use_megatron_fsdp=True: weight sync does not read its shards"
@@ -268,7 +269,7 @@ def settle_trainer(actor_rollout_ref: Any, ours: bool) -> None:
         if ours:
             refuse_lora(model, strategy, engine)
     if strategy == "megatron":
-        refuse_megatron_lora(actor_rollout_ref.actor.megatron, model)
+        refuse_megatron_lora(OmegaConf.select(actor_rollout_ref, "actor.megatron") or {}, model)
 
 
 @dataclass

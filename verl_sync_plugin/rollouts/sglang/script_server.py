@@ -42,9 +42,8 @@ class ScriptServer(WeightUpdates):
         prompt or a sampling parameter."""
         if why := self._gate.closed:
             raise RuntimeError(why)
-        vocabulary = self.tokenizer_manager.model_config.vocab_size
-        if (largest := max(map(max, prompts))) >= vocabulary:  # SGLang would end itself
-            raise ValueError(f"token id {largest}: the vocabulary has {vocabulary} tokens. Give ids below that.")
+        if (largest := max(map(max, prompts))) >= (size := self.tokenizer_manager.model_config.vocab_size):
+            raise ValueError(f"token id {largest}: the vocabulary has {size} tokens. Give ids below that.")
         request = GenerateReqInput(input_ids=prompts, sampling_params=sampling, return_logprob=True)
         answers = await anext(self.tokenizer_manager.generate_request(request, None))
         answered: list[Answered] = []
