@@ -344,8 +344,10 @@ def test_parameters_are_let_go_of_once_they_are_not_read_in_place(qwen2: str, tm
         *((honest, True),) * 2,
         *((half_gone, False),) * 2,
     ):
-        if look is private:  # as after a sync that failed before the trainer said where its parameters lie
+        if look is private:  # after a sync that fails before the trainer says where its parameters lie
             next(iter(loader._sessions.values()))._lives = ()
+            with mock.patch("verl_sync_plugin.sync.sender.replace", side_effect=OSError), pytest.raises(SyncError):
+                place.sync()
         with mock.patch.object(LiveParameters, "locate", look):
             place.sync()
         assert place.model.holds(place.source.weights)

@@ -6,6 +6,7 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -146,6 +147,8 @@ def test_what_does_not_fit_or_the_engine_cannot_do_is_every_ranks_error(tmp_path
 
     for model, more, words in GIVEN:
         check(model, {key: values[torch.distributed.get_rank()] for key, values in more.items()}, words)
+    with mock.patch.object(torch.version, "hip", "6.0"):
+        check(QWEN2, {}, "for AMD's GPUs")
     with pytest.MonkeyPatch.context() as patched:
         patched.delenv("VERL_PLATFORM")
         check(QWEN2, {}, "VERL_PLATFORM=cpu in the environment")

@@ -319,7 +319,7 @@ def test_every_job_of_a_multirun_is_checked_and_settled_in_the_trainer(tmp_path:
 def test_a_multirun_without_a_trainer_that_settles_is_told_what_to_set(tmp_path: Path) -> None:
     """Hydra has copied the config when a job of a multirun is announced; V1's trainers settle it themselves."""
     lora = (f"{ROLL}.name=sglang", f"{MODEL}.lora.rank=8", f"{MODEL}.lora.merge=True")
-    assert len(hydra_run.multirun(tmp_path, *lora)) == 1
+    assert len(hydra_run.multirun(tmp_path, *lora, "+rollout.own=1")) == 1
     veomni = lora[0], "model_engine=veomni"
     for given, said in ((lora, r"\.lora_rank=8 .*\.lora_alpha=32"), (veomni, r"custom\.sync\.enabled=False")):
         for other in ("trainer.use_v1=False", "+rollout.nnodes=1"):  # one_step_off's main has V1's name

@@ -28,13 +28,13 @@ def stored() -> dict[str, str]:
 
 
 def found(root: Path) -> dict[str, str]:
-    """The same, as the sources beneath ``root`` have them; ``missing`` where there is none."""
+    """The same, as the sources in ``root`` have them; ``missing`` where there is none."""
     names = [name.split(":") for name in stored()]
     return {f"{module}:{name}": signatures(root, module).get(name, "missing") for module, name in names}
 
 
 def differences(root: Path) -> dict[str, str]:
-    """Returns what differs from the file in the sources beneath ``root``."""
+    """Returns what differs from the file in the sources in ``root``."""
     now = found(root)
     return {name: f"{now[name]}, was {text}" for name, text in stored().items() if now[name] != text}
 

@@ -122,8 +122,9 @@ class ReceiverSession:
             channel.send(Ready(map=_unknown(hello, load)))
             return load
         channel.send(Ready(needs_details=True))
+        lives = _expect(Hello, channel.receive(wait)).lives
         try:
-            self._map(self._stagings, _expect(Hello, channel.receive(wait)).lives)
+            self._map(self._stagings, lives)
         except (RuntimeError, OSError) as error:
             self._maps = False
             channel.send(Ready(refusal=f"{type(error).__name__}: {error}"))
@@ -137,9 +138,8 @@ class ReceiverSession:
         if self._load is not None and not (lives and lives == self._lives):
             self._load.forget_lives()
         self._stagings, self._lives = (), ()
-        live_regions = (region for live in lives for region in live.regions)
         try:
-            self._regions.map([*(slots.region for slots in stagings), *live_regions])
+            self._regions.map([*(s.region for s in stagings), *(each for live in lives for each in live.regions)])
         except BaseException:
             self._regions.map(())
             raise

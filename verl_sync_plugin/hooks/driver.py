@@ -337,8 +337,8 @@ class CheckKeys(Callback):
 
 def _refuse_unsettled(config: DictConfig, settled: DictConfig, line: str) -> None:
     """Refuses a multirun's config that needs settling where no V1 trainer will settle it (``hooks/trainer.py``)."""
-    name, use_v1 = (OmegaConf.select(config, key) for key in ("hydra.job.name", "trainer.use_v1"))
-    if name == "main_ppo" and use_v1 is True and "rollout" not in config:  # that of one_step_off has one
+    job, v1, own = (OmegaConf.select(config, key) for key in ("hydra.job.name", "trainer.use_v1", "rollout.nnodes"))
+    if job == "main_ppo" and v1 is True and own is None:  # that of one_step_off has nodes of its own
         return
     todo = [f"{KEY_PREFIX}.enabled=False"] if line.startswith(NOT_IN_USE) else []
     if (wanted := OmegaConf.select(settled, "actor_rollout_ref.model")) is not None:
