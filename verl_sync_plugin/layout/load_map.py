@@ -8,7 +8,6 @@ are numbered in the order of their names.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -60,12 +59,9 @@ class Box(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
         dims = list(self.dims)
         width = dims.pop()[0] if self.width > 1 else 1
         count, step, other = dims.pop() if dims else (1, 0, 0)
-        found = []
-        for at in itertools.product(*(range(many) for many, _, _ in dims)):
-            a = self.source + sum(i * d[1] for i, d in zip(at, dims, strict=True))
-            b = self.target + sum(i * d[2] for i, d in zip(at, dims, strict=True))
-            found.append(Run(a, b, width, count, step, other).times(size))
-        return found
+        sources = starts_of(self.source, [(many, step) for many, step, _ in dims]).tolist()
+        targets = starts_of(self.target, [(many, other) for many, _, other in dims]).tolist()
+        return [Run(a, b, width, count, step, other).times(size) for a, b in zip(sources, targets, strict=True)]
 
     def packed(self) -> Box:
         """The same elements of the tensor, in its order, one after the other from 0 on."""
@@ -213,14 +209,15 @@ def without(one: Spans, other: Spans) -> Spans:
     """``one`` minus ``other``."""
     if not len(one) or not len(other):
         return one
-    edges = np.unique(np.concatenate((one.ravel(), other.ravel())))
-
-    def inside(spans: Spans) -> np.ndarray:
-        begun, ended = (np.searchsorted(spans[:, side], edges[:-1], "right") for side in (0, 1))
-        return begun > ended
-
-    keep = inside(one) & ~inside(other)
+    edges = np.unique(np.concatenate((one, other)))
+    keep = (_times_within(one, edges) > 0) & (_times_within(other, edges) == 0)
     return spans_of([np.stack((edges[:-1][keep], edges[1:][keep]), 1)])
+
+
+def _times_within(intervals: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Counts for every two neighbouring edges the intervals, in any order, that reach from the one to the other."""
+    begun, ended = (np.searchsorted(np.sort(intervals[:, side]), edges[:-1], "right") for side in (0, 1))
+    return begun - ended
 
 
 def length(spans: Spans) -> int:
@@ -381,15 +378,12 @@ def weigh(numels: Sequence[int], everyone: Sequence[Sequence[HashedPart]]) -> tu
     known: dict[object, tuple[int, tuple[int, ...]]] = {}
     for number, places in of_tensor.items():
         boxes = tuple(None if (box := everyone[r][p][1]) is None else box.taken() for r, p in places)
-        if all(box is None for box in boxes):  # what is hashed whole may have other tensors' bytes in between
-            times[number], of_parts = len(boxes), (1,) * len(boxes)
-        else:
-            kind = numels[number], boxes
-            if kind not in known:
-                known[kind] = balance(numels[number], boxes)
-            times[number], of_parts = known[kind]
-            if times[number] < 0 and None in boxes:  # then those that hash it whole
-                times[number], of_parts = boxes.count(None), tuple(int(box is None) for box in boxes)
+        kind = numels[number], boxes
+        if kind not in known:
+            known[kind] = balance(numels[number], boxes)
+        times[number], of_parts = known[kind]
+        if times[number] < 0 and None in boxes:  # then those that hash it whole
+            times[number], of_parts = boxes.count(None), tuple(int(box is None) for box in boxes)
         for (rank, place), factor in zip(places, of_parts, strict=True):
             factors[rank][place] = factor
     return times, factors
@@ -400,23 +394,17 @@ def balance(numel: int, boxes: Sequence[Box | None]) -> tuple[int, tuple[int, ..
     part overlaps what there is unequally often."""
     nothing = -1, (0,) * len(boxes)
     spans = [np.array([[0, numel]]) if box is None else box_spans(box, True) for box in boxes]
-    joined = np.concatenate([NOTHING, *spans])
-    edges = np.unique(joined)
-    if not len(edges) or edges[0] != 0 or edges[-1] != numel:
+    edges = np.unique(np.concatenate([NOTHING, *spans]))
+    if len(edges) < 2 or edges[0] != 0 or edges[-1] != numel:
         return nothing
-    change = np.zeros(len(edges), dtype=np.int64)
-    np.add.at(change, np.searchsorted(edges, joined[:, 0]), 1)
-    np.add.at(change, np.searchsorted(edges, joined[:, 1]), -1)
-    held = np.cumsum(change)[:-1]  # how often the elements from each edge to the next are held
+    held = _times_within(np.concatenate(spans), edges)
     times = math.lcm(*map(int, np.unique(held))) if held.min() > 0 else 0
     if not 0 < times <= MOST_TIMES:
         return nothing
-    changes = np.concatenate(([0], np.cumsum(np.diff(held) != 0)))
     factors = []
     for span in spans:
-        low, high = np.searchsorted(edges, span[:, 0]), np.searchsorted(edges, span[:, 1]) - 1
-        alike = len(span) and bool((changes[low] == changes[high]).all()) and len(np.unique(held[low])) == 1
-        if len(span) and not alike:
+        of_part = np.unique(held[_times_within(span, edges) > 0])
+        if len(of_part) > 1:
             return nothing
-        factors.append(times // int(held[low[0]]) if len(span) else 0)
+        factors.append(times // int(of_part[0]) if len(of_part) else 0)
     return times, tuple(factors)
