@@ -10,6 +10,7 @@ one sum over all ranks compares all copies of all bytes with what was packed.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
@@ -265,16 +266,13 @@ class _Weights:
     """
 
     def __init__(self, tensors: _Tensors, parts: dict[str, list[HashedPart]], many: Counter[str], own: str) -> None:
-        digests = list(parts)
-        equal = len(set(many.values())) <= 1  # as where all ranks are of replicas
-        counts = [1 if equal else many[digest] for digest in digests]
-        everyone = [parts[digest] for digest, count in zip(digests, counts, strict=True) for _ in range(count)]
-        times, factors = weigh(tensors.numels, everyone)
+        replicas = math.gcd(*many.values())  # as many as each map has at least
+        everyone = [digest for digest in parts for _ in range(many[digest] // replicas)]
+        times, factors = weigh(tensors.numels, [parts[digest] for digest in everyone])
         found = torch.tensor(times, dtype=torch.int64)
-        self.times = torch.where(found > 0, found * (next(iter(many.values()), 1) if equal else 1), found)
-        place = sum(counts[: digests.index(own)]) if own else -1
+        self.times = torch.where(found > 0, found * replicas, found)
         self._tensors = np.array([number for number, _ in parts[own]] if own else (), dtype=np.int64)
-        self._factors = np.array(factors[place] if own else (), dtype=np.int64)
+        self._factors = np.array(factors[everyone.index(own)] if own else (), dtype=np.int64)
 
     def sum(self, sums: bytes, tensors: int) -> torch.Tensor:
         """One hash per tensor of the parts of this rank's engine rank: int64 of shape ``(tensors,)``."""
