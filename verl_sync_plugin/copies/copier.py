@@ -95,15 +95,15 @@ class Copier:
     """
 
     def __init__(self, device: torch.device, targets: Sequence[torch.Tensor]) -> None:
-        self._device = device
-        self.targets = Targets(targets)
+        self.device = device
+        self._targets = Targets(targets)
         self.kernel = kernel_works(device)
 
     def prepare(self, blocks: list[Block], homes: Sequence[int] = ()) -> Prepared:
         """Tables for the kernel, or views; ``homes`` as for ``KernelTable``."""
         if self.kernel:
-            return _KernelPrepared(blocks, self._device, homes)
-        return _PlainPrepared(blocks, self.targets)
+            return _KernelPrepared(blocks, self.device, homes)
+        return _PlainPrepared(blocks, self._targets)
 
 
 class _KernelPrepared:

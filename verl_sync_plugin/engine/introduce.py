@@ -9,18 +9,19 @@ right. Where the load does more than copy, the model loads everything itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from verl_sync_plugin.config.settings import TURN_OFF
-from verl_sync_plugin.copies.copier import Copier, Memory
+from verl_sync_plugin.copies.copier import Copier, Memory, Prepared
 from verl_sync_plugin.copies.plain import Block, flat_storage
 from verl_sync_plugin.engine.model import EngineModel, partner_of
-from verl_sync_plugin.engine.recorder import Recording, SentTensor, Write, model_tensors, record, storage_of
+from verl_sync_plugin.engine.recorder import Recording, Write, meta_of, model_tensors, record, storage_of
 from verl_sync_plugin.layout.load_map import (
     Box,
     Constant,
@@ -40,8 +41,8 @@ from verl_sync_plugin.layout.load_map import (
     spans_of,
     without,
 )
-from verl_sync_plugin.layout.strided import Run
-from verl_sync_plugin.layout.tensors import SCALE, align, dtype_name
+from verl_sync_plugin.layout.strided import Run, compose
+from verl_sync_plugin.layout.tensors import SCALE, Entry, align, dtype_name
 
 CHUNK_BYTES = 256 << 20  # of marks given to the model in one call; bounds the memory that they take
 SEED = 20_251
@@ -50,6 +51,7 @@ FP8 = torch.float8_e4m3fn
 FINITE = -0x4001  # clears the highest bit of every exponent, in bf16, fp16 and the upper half of fp32
 MOST_RUNS = 1 << 14  # of one copy
 SHORT_RUN = 32  # bytes; what lies in shorter ones is brought into the tensor's order before it is hashed
+WHOLE = Run(0, 0, 1 << 62)  # all of a tensor
 Lies = dict[str, tuple[object, ...]]
 
 
@@ -114,31 +116,31 @@ class Places:
 
 
 def introduce(
-    model: EngineModel, sources: Sequence[SentTensor], owners: Mapping[str, str], device: torch.device
+    model: EngineModel, sources: Sequence[Entry], owners: Mapping[str, str], device: torch.device
 ) -> tuple[LoadMap, Storages]:
     """Returns the map of an engine rank's model on ``device``, and its storages. Overwrites parameters with marks, so a
     sync has to follow. ``sources``: all tensors of the sync, in the order in which they come; ``owners``: of tied
     tensors, which hold the same: whose. Raises ValueError where the load cannot be recorded, RuntimeError where there
     is no device memory for marks, and whatever the model raises when it loads them."""
-    places = Places(model.module)
+    introduction = _Introduction(model, sources, owners, device)
     try:
-        return _Introduction(model, sources, owners, device, places).run()
+        return introduction.run()
     except torch.OutOfMemoryError as error:
         room = "Lower rollout.gpu_memory_utilization; rollout.multi_stage_wake_up=True, the default, makes room, too."
         raise RuntimeError(f"no device memory for a load of marks, which proves its map: {error}. {room}") from error
     finally:
-        places.restore()
+        introduction.places.restore()
 
 
-def kept_in_fp8(model: EngineModel, sources: Sequence[SentTensor]) -> tuple[str, ...]:
+def kept_in_fp8(model: EngineModel, sources: Sequence[Entry]) -> tuple[str, ...]:
     """The matrices, by name, that the model keeps in fp8 and the trainer sends in another dtype. A dry load is offered
     all of them in fp8: for a parameter in fp8 many of SGLang's loaders take nothing else."""
     if not any(parameter.dtype == FP8 for parameter in model.module.parameters()):
         return ()
     sent = {source.name for source in sources}
-    matrices = (each for each in sources if len(each.shape) == 2 and each.dtype.is_floating_point)
+    matrices = (each for each in sources if len(each.shape) == 2 and "float" in each.dtype)
     offered = {each.name for each in matrices if each.name + SCALE not in sent}
-    dry = [replace(source, dtype=FP8) if source.name in offered else source for source in sources]
+    dry = [replace(source, dtype=dtype_name(FP8)) if source.name in offered else source for source in sources]
     places = Places(model.module)
     try:
         kept = {write.name for write in record(model, dry).writes if write.target.dtype == FP8}
@@ -149,12 +151,11 @@ def kept_in_fp8(model: EngineModel, sources: Sequence[SentTensor]) -> tuple[str,
 
 class _Introduction:
     def __init__(
-        self, model: EngineModel, sources: Sequence[SentTensor], owners: Mapping[str, str], device: torch.device,
-        places: Places,
-    ) -> None:  # fmt: skip
+        self, model: EngineModel, sources: Sequence[Entry], owners: Mapping[str, str], device: torch.device
+    ) -> None:
         self._model, self._sources, self._owners, self._device = model, sources, owners, device
         # Also keeps them alive: else what a load allocates takes the identity of what it replaces
-        self._places = places
+        self.places = Places(model.module)
         self._by_number = sorted(sources, key=lambda source: source.name)
         self._numbers = {source.name: number for number, source in enumerate(self._by_number)}
         self._moves: list[Move] = []
@@ -172,7 +173,7 @@ class _Introduction:
         known = [w for w in recording.writes if w.name or w.source is not None or storage_of(w.target) not in refreshed]
         recording.writes = known
         moved = _moved(before, _lies(model.module))
-        self._places.restore()
+        self.places.restore()
         self._storages = Storages(model.module)
         odd = {storages[name]: f"its load lays {name} out again" for name in moved if name in storages}
         if not model.can_derive:
@@ -217,9 +218,8 @@ class _Introduction:
                 dtype = dtype_name(each.write.target.dtype)
                 self._moves.append(Move(self._numbers[each.name], each.storage, dtype, each.box))
             elif isinstance(each.write.source, float):
-                bits = torch.full((1,), each.write.source, dtype=each.write.target.dtype).view(torch.uint8)
                 if len(each.rest):
-                    self._constants.append(Constant(each.storage, pairs_of(each.rest), bits.numpy().tobytes()))
+                    self._constants.append(_constant(each.storage, each.rest, each.write.source, each.write.target))
             elif not each.name:
                 self._own_load = "its load writes what it computes in addition to the tensors"
 
@@ -249,7 +249,7 @@ class _Introduction:
             del marks  # or two chunks would be there at a time
         if more := _moved(lies, _lies(model.module)) - moved:
             raise self._other(f"lays {min(more)} out again with real tensors, and did not without them")
-        self._places.restore()
+        self.places.restore()
         for storage, spans in unproven:
             parts = (flats[storage][first:end] for first, end in spans.tolist())
             if len(spans) and all(part.amin() == part.amax() == POISON for part in parts):
@@ -275,9 +275,7 @@ class _Introduction:
             tensor = self._model.module.get_parameter(name)
             storage = self._storages.of(tensor)
             if storage is not None and storage not in written:
-                bits = torch.full((1,), value, dtype=tensor.dtype).view(torch.uint8).numpy().tobytes()
-                span = box_spans(box_between(tensor, tensor), False, tensor.element_size())
-                self._constants.append(Constant(storage, pairs_of(spans_of([span])), bits))
+                self._constants.append(_constant(storage, _spans_in_storage(tensor), value, tensor))
 
     def _theirs(self, moved: set[str]) -> tuple[tuple[int, Pairs], ...]:
         """All that the model's own load writes."""
@@ -302,9 +300,9 @@ class _Introduction:
             source = self._by_number[self._numbers[name]]
             if name in recording.taken:
                 parts[name] = [box_spans(own_box(source.shape, source.strides), True)]
-            own = dtype_name(source.dtype)
+            own = source.dtype
             kept = "" if name in recording.computed else max(own, dtypes.get(name, own), key=size_of)
-            kept = kept if source.dtype.is_floating_point else own
+            kept = kept if "float" in own else own
             found.append(NotCopied(self._numbers[name], why, kept, pairs_of(spans_of(parts.get(name, ())))))
         return tuple(sorted(found, key=lambda left: left.tensor))
 
@@ -314,11 +312,9 @@ class _Writing:
 
     Attributes:
         dead: nothing of it lasts.
-        clipped: of a constant, what lasts.
     """
 
     dead = False
-    clipped: Spans | None = None
 
     def __init__(self, write: Write, storage: int) -> None:
         self.write, self.storage, self.name = write, storage, write.name
@@ -328,18 +324,15 @@ class _Writing:
         span = sum((many - 1) * step for many, step in zip(target.shape, target.stride(), strict=True)) + 1
         self.low = int(target.storage_offset()) * size
         self.high = self.low + span * size
-        self._spans: Spans | None = None
 
-    @property
+    @cached_property
     def spans(self) -> Spans:
-        if self._spans is None:
-            box = box_between(self.write.target, self.write.target)
-            self._spans = spans_of([box_spans(box, False, self.write.target.element_size())])
-        return self._spans
+        return _spans_in_storage(self.write.target)
 
-    @property
+    @cached_property
     def rest(self) -> Spans:
-        return self.spans if self.clipped is None else self.clipped
+        """Those that last, of a constant."""
+        return self.spans
 
 
 def _overlapping(writes: Sequence[_Writing]) -> Iterator[tuple[_Writing, _Writing]]:
@@ -359,7 +352,7 @@ def _resolve_overlap(earlier: _Writing, later: _Writing, left: dict[str, str]) -
     if earlier.dead or later.dead:
         return
     if not earlier.name and isinstance(earlier.write.source, float):  # a constant as ground
-        earlier.clipped = without(earlier.rest, later.spans)
+        earlier.rest = without(earlier.rest, later.spans)
     elif later.box is not None and not len(without(earlier.spans, later.spans)):
         earlier.dead = True  # the same tensor again, or another one over it, whose bytes then count as unused
     else:
@@ -382,8 +375,8 @@ class _Hashes:
     """The hashes of what every move takes of the marks, in the dtype of the model, counted by the place in the
     tensor."""
 
-    def __init__(self, moves: Sequence[Move], sources: Sequence[SentTensor], device: torch.device) -> None:
-        self._moves, self._device = list(moves), device
+    def __init__(self, moves: Sequence[Move], sources: Sequence[Entry], device: torch.device) -> None:
+        self._moves = list(moves)
         self._of_name: dict[str, list[tuple[int, Move]]] = {}
         for number, move in enumerate(moves):
             self._of_name.setdefault(sources[move.tensor].name, []).append((number, move))
@@ -404,23 +397,62 @@ class _Hashes:
                     strides = run.source_stride, 0, run.source_stride
                     place = run.source, 0, run.source, run.width, run.count, *strides
                     blocks.append(Block(*place, region=bases[move.dtype], group=number))
-        self._run(blocks, flats, self._given)
+        self._copier.prepare(blocks).run(memory_of(flats, self._copier.device), self._given, copy=False)
 
     def wrong(self, flats: Sequence[torch.Tensor]) -> list[Move]:
         """The moves whose elements are not there."""
-        found, blocks = torch.zeros_like(self._given), list[Block]()
-        for number, move in enumerate(self._moves):
-            size = size_of(move.dtype)
-            if is_turned(move):
-                turned = [_block(run, 0, number) for run in move.box.packed().runs(size)]
-                self._run(turned, [unturned(move, flats[move.storage])], found)
-            else:
-                blocks += [_block(run, move.storage, number) for run in move.box.runs(size)]
-        self._run(blocks, flats, found)
+        held = HeldHashes([(move, move.dtype, [WHOLE]) for move in self._moves], self._copier)
+        found, _ = held.sums(flats)
         return [self._moves[number] for number in (found != self._given).nonzero().flatten().tolist()]
 
-    def _run(self, blocks: list[Block], flats: Sequence[torch.Tensor], sums: torch.Tensor) -> None:
-        self._copier.prepare(blocks).run(memory_of(flats, self._device), sums, copy=False)
+
+class HeldHashes:
+    """Hashes what parameters hold of each part of a tensor: those in the order of the tensor at once, the others one by
+    one with their blocks.
+
+    Args:
+        parts: moves, each with the dtype in which its tensor is hashed, and that tensor's pieces: runs from the places
+            that count for the hash to its bytes.
+        copier: of the device that the parameters are on.
+    """
+
+    def __init__(self, parts: Iterable[tuple[Move, str, Sequence[Run]]], copier: Copier) -> None:
+        plain, self._turned = list[Block](), list[tuple[Move, str, Prepared]]()
+        self._device, self._count = copier.device, 0
+        for group, (move, dtype, pieces) in enumerate(parts):
+            other = is_turned(move) or move.dtype != dtype
+            box, region = (move.box.packed(), 0) if other else (move.box, move.storage)
+            blocks = [
+                Block(r.target, 0, r.source, r.width, r.count, r.target_stride, 0, r.source_stride, region, group)
+                for run in box.runs(size_of(dtype))
+                for piece in pieces
+                for r in compose(piece, run)
+            ]
+            if other:
+                self._turned.append((move, dtype, copier.prepare(blocks)))
+            else:
+                plain += blocks
+            self._count += 1
+        self._plain = copier.prepare(plain)
+
+    def sums(self, flats: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[tuple[Move, torch.Tensor]]]:
+        """The hash of each part (int64), of the bytes of all storages; and of each move in a wider dtype, whether it
+        holds what the narrower cannot."""
+        sums = torch.zeros(self._count, dtype=torch.int64, device=self._device)
+        self._plain.run(memory_of(flats, self._device), sums, copy=False)
+        odd = []
+        for move, dtype, blocks in self._turned:
+            lies = in_box(flats[move.storage], move.box, move.dtype).contiguous().reshape(-1).view(torch.uint8)
+            if move.dtype != dtype:
+                wide = lies.view(getattr(torch, move.dtype))
+                if (move.dtype, dtype) == ("float32", "bfloat16"):
+                    narrow = (wide.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)  # keeps a NaN's bits
+                else:
+                    narrow = wide.to(getattr(torch, dtype))
+                odd.append((move, ((wide != narrow.to(wide.dtype)) & ~wide.isnan()).any()))
+                lies = narrow.view(torch.uint8)
+            blocks.run(memory_of([lies], self._device), sums, copy=False)
+        return sums, odd
 
 
 def is_turned(move: Move) -> bool:
@@ -428,23 +460,11 @@ def is_turned(move: Move) -> bool:
     return move.box.run_count > (1 if move.box.width * size_of(move.dtype) < SHORT_RUN else MOST_RUNS)
 
 
-def _block(run: Run, region: int, group: int) -> Block:
-    strides = run.target_stride, 0, run.source_stride
-    return Block(run.target, 0, run.source, run.width, run.count, *strides, region=region, group=group)
-
-
-def unturned(move: Move, flat: torch.Tensor) -> torch.Tensor:
-    """The elements of a move as the tensor has them: uint8 of shape ``(n,)``, a copy."""
-    return in_box(flat, move.box, move.dtype, of_source=False).contiguous().reshape(-1).view(torch.uint8)
-
-
-def in_box(flat: torch.Tensor, box: Box, dtype: str, of_source: bool) -> torch.Tensor:
-    """The elements of a box, of ``dtype``, a view with its dimensions; ``flat``: all bytes (uint8) of a storage or,
-    ``of_source``, of a tensor."""
+def in_box(flat: torch.Tensor, box: Box, dtype: str) -> torch.Tensor:
+    """The elements of a box in memory, of ``dtype``, a view with its dimensions; ``flat``: all bytes (uint8) of its
+    storage."""
     typed = flat[: len(flat) // size_of(dtype) * size_of(dtype)].view(getattr(torch, dtype))
-    steps = [d[1 if of_source else 2] for d in box.dims]
-    first = box.source if of_source else box.target
-    return typed.as_strided([d[0] for d in box.dims], steps, typed.storage_offset() + first)
+    return typed.as_strided([d[0] for d in box.dims], [d[2] for d in box.dims], typed.storage_offset() + box.target)
 
 
 def memory_of(flats: Sequence[torch.Tensor], device: torch.device) -> Memory:
@@ -452,10 +472,10 @@ def memory_of(flats: Sequence[torch.Tensor], device: torch.device) -> Memory:
     return Memory(device, [flat.data_ptr() for flat in flats], flats)
 
 
-def _marks(chunk: Sequence[SentTensor], owners: Mapping[str, str], generator: torch.Generator) -> list[_Mark]:
+def _marks(chunk: Sequence[Entry], owners: Mapping[str, str], generator: torch.Generator) -> list[_Mark]:
     """Tied tensors hold the same marks, in memory of their own: some models write into what they are given. A chunk's
     bits are made at once: one by one, those of 18867 tensors took longer than their load."""
-    metas = [source.meta() for source in chunk]
+    metas = [meta_of(source) for source in chunk]
     sizes = [meta.untyped_storage().nbytes() for meta in metas]
     bits = _finite_bits(sum(map(align, sizes)), generator)
     flats: dict[str, torch.Tensor] = {}
@@ -464,23 +484,23 @@ def _marks(chunk: Sequence[SentTensor], owners: Mapping[str, str], generator: to
         owner = owners.get(source.name, source.name)
         if owner in flats:
             flat = flats[owner].clone()
-        elif source.dtype.is_floating_point:
+        elif meta.dtype.is_floating_point:
             flat = flats[owner] = bits[start : start + nbytes]
         else:
-            flat = flats[owner] = _whole_numbers(source, nbytes, generator)
+            flat = flats[owner] = _whole_numbers(meta.dtype, nbytes, generator)
         start += align(nbytes)
-        marks.append(_Mark(source.name, flat.view(source.dtype).as_strided(source.shape, meta.stride()), flat))
+        marks.append(_Mark(source.name, flat.view(meta.dtype).as_strided(source.shape, meta.stride()), flat))
     return marks
 
 
-def _chunks(sources: Sequence[SentTensor], owners: Mapping[str, str], model: EngineModel) -> Iterator[list[SentTensor]]:
+def _chunks(sources: Sequence[Entry], owners: Mapping[str, str], model: EngineModel) -> Iterator[list[Entry]]:
     """As many tensors in one go as make up ``CHUNK_BYTES``, each with those it is tied to or fused with."""
     by_name = {source.name: source for source in sources}
     tied: dict[str, list[str]] = {}
     for source in sources:
         tied.setdefault(owners.get(source.name, source.name), []).append(source.name)
     left = set(by_name)
-    chunk: list[SentTensor] = []
+    chunk: list[Entry] = []
     nbytes = 0
     for first in by_name:
         together = [first] if first in left else []
@@ -504,12 +524,10 @@ def _finite_bits(nbytes: int, generator: torch.Generator) -> torch.Tensor:
     return bits.bitwise_and_(FINITE).view(torch.uint8)
 
 
-def _whole_numbers(source: SentTensor, nbytes: int, generator: torch.Generator) -> torch.Tensor:
+def _whole_numbers(dtype: torch.dtype, nbytes: int, generator: torch.Generator) -> torch.Tensor:
     """Small whole numbers as bytes of shape ``(nbytes,)``."""
-    most = 2 if source.dtype == torch.bool else 64
-    shape = (nbytes // source.dtype.itemsize,)
-    found = torch.randint(0, most, shape, generator=generator, device=generator.device)
-    return found.to(source.dtype).view(torch.uint8)
+    most, shape = 2 if dtype == torch.bool else 64, (nbytes // dtype.itemsize,)
+    return torch.randint(0, most, shape, generator=generator, device=generator.device).to(dtype).view(torch.uint8)
 
 
 # ------------------------------------------------------------------------------------------------------- small things
@@ -518,6 +536,16 @@ def box_between(source: torch.Tensor, target: torch.Tensor) -> Box:
     source = source.expand(target.shape)
     first = int(source.storage_offset()), int(target.storage_offset())
     return box_of(target.shape, source.stride(), target.stride(), *first)
+
+
+def _spans_in_storage(tensor: torch.Tensor) -> Spans:
+    return spans_of([box_spans(box_between(tensor, tensor), False, tensor.element_size())])
+
+
+def _constant(storage: int, spans: Spans, value: float, tensor: torch.Tensor) -> Constant:
+    """``value`` in the dtype of a tensor."""
+    bits = torch.full((1,), value, dtype=tensor.dtype).view(torch.uint8).numpy().tobytes()
+    return Constant(storage, pairs_of(spans), bits)
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -534,5 +562,21 @@ def _moved(before: Lies, after: Lies) -> set[str]:
 
 
 def _holds(constant: Constant, flat: torch.Tensor) -> bool:
-    bits = torch.frombuffer(bytearray(constant.bits), dtype=torch.uint8).to(flat.device)
-    return all(bool((flat[first:end].view(-1, len(bits)) == bits).all()) for first, end in constant.spans)
+    return all(torch.equal(view, bits_of(constant, view)) for view in views_of(constant, flat))
+
+
+def views_of(constant: Constant, flat: torch.Tensor) -> list[torch.Tensor]:
+    """The bytes of a constant; one view where its spans follow each other evenly."""
+    spans = constant.spans
+    (first, end), *rest = spans
+    step = rest[0][0] - first if rest else 0
+    if all(b == a + end - first and a == first + step * n for n, (a, b) in enumerate(spans)):
+        shape, strides = (len(spans), end - first), (step or end - first, 1)
+        return [flat.as_strided(shape, strides, flat.storage_offset() + first)]
+    return [flat[a:b].unsqueeze(0) for a, b in spans]
+
+
+def bits_of(constant: Constant, view: torch.Tensor) -> torch.Tensor:
+    """The bytes of a view of a constant."""
+    bits = torch.frombuffer(bytearray(constant.bits), dtype=torch.uint8).to(view.device)
+    return bits.repeat(view.shape[1] // len(bits)).expand(view.shape)

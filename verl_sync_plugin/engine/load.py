@@ -14,24 +14,26 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from verl_sync_plugin.copies.copier import BucketMemory, Copier, Memory, Prepared
 from verl_sync_plugin.copies.plain import Block
 from verl_sync_plugin.copies.table import QuantizeTable, Rectangle
 from verl_sync_plugin.engine.introduce import (
+    HeldHashes,
     Places,
     Storages,
+    bits_of,
     in_box,
     introduce,
     is_turned,
     kept_in_fp8,
     memory_of,
-    unturned,
+    views_of,
 )
 from verl_sync_plugin.engine.model import EngineModel, FusedPairs, partner_of
-from verl_sync_plugin.engine.recorder import SentTensor, model_tensors
+from verl_sync_plugin.engine.recorder import model_tensors
 from verl_sync_plugin.layout.load_map import (
-    Constant,
     LoadMap,
     Move,
     held_parts,
@@ -152,9 +154,8 @@ class ModelLoad:
         self._places = None
 
     def _introduce(self) -> None:
-        numbers = self._numbers
+        numbers, sources = self._numbers, list(self._entries.values())
         owners = {name: self._names[self._owners[number]] for name, number in numbers.items()}
-        sources = [SentTensor.of(entry) for entry in self._entries.values()]
         if in_fp8 := kept_in_fp8(self._model, sources):
             rows, columns = self._model.fp8_block
             self.map = LoadMap(fp8=tuple((numbers[name], rows, columns) for name in in_fp8))
@@ -182,15 +183,17 @@ class ModelLoad:
         self._read_sums = torch.zeros(len(parts), dtype=torch.int64, device=self.device)
         self.replayed = 0 if self.map.own_load else len(self._names)
         flats = self._storages.flats
-        views = [(each, view) for each in self.map.constants for view in _views(each, flats[each.storage])]
+        views = [(each, view) for each in self.map.constants for view in views_of(each, flats[each.storage])]
         self._zeros = [view for each, view in views if not any(each.bits)]
-        self._bits = [(view, _bits_of(each, view)) for each, view in views if any(each.bits)]
-        entries_of: dict[str, list[tuple[Entry, int]]] = {}
+        self._bits = [(view, bits_of(each, view)) for each, view in views if any(each.bits)]
+        pieces: dict[str, list[Run]] = {}  # of each tensor, from all buckets
         for entries, first in zip(self.manifest.buckets, self.manifest.firsts, strict=True):
             for entry in entries:
-                entries_of.setdefault(entry.name, []).append((entry, first))
-        parts_held = held_parts(self.map, self._dtypes, self._owners)
-        self._held = _HeldWork(parts_held, entries_of, self._names, self._copier)
+                found = (replace(piece, source=first + piece.source) for piece in entry.pieces)
+                pieces.setdefault(entry.name, []).extend(found)
+        held = [move for _, move in held_parts(self.map, self._dtypes, self._owners)]
+        parts_held = ((move, self._dtypes[move.tensor], pieces[self._names[move.tensor]]) for move in held)
+        self._held = HeldHashes(parts_held, self._copier)
         how = "the kernel" if self._copier.kernel else "plain copies"
         how = f"the model's own load ({self.map.own_load})" if self.map.own_load else how
         say(f"{len(self._names)} tensors go by {how}")
@@ -255,7 +258,7 @@ class ModelLoad:
         for _, move in self._moves[name]:
             steps, first = [d[1] for d in move.box.dims], tensor.storage_offset() + move.box.source
             source = tensor.as_strided([d[0] for d in move.box.dims], steps, first)
-            in_box(self._storages.flats[move.storage], move.box, move.dtype, of_source=False).copy_(source)
+            in_box(self._storages.flats[move.storage], move.box, move.dtype).copy_(source)
 
     @property
     def obstacle(self) -> str:
@@ -338,61 +341,15 @@ class ModelLoad:
 
     def held(self) -> Held:
         """Hashes what lies in the parameters now. Waits for the device."""
-        sums, odd = self._held.sums(self._storages.flats, self.device)
+        sums, wider = self._held.sums(self._storages.flats)
+        odd = [(self._names[move.tensor], flag) for move, flag in wider]
         for constant in self.map.constants:
             flat, name = self._storages.flats[constant.storage], self.map.storages[constant.storage].name
-            for view in _views(constant, flat):
-                odd.append((name, (view != _bits_of(constant, view) if any(constant.bits) else view).any()))
+            for view in views_of(constant, flat):
+                odd.append((name, (view != bits_of(constant, view) if any(constant.bits) else view).any()))
         flags = torch.stack([flag for _, flag in odd]).tolist() if odd else []
         changed = dict.fromkeys(name for (name, _), flag in zip(odd, flags, strict=True) if flag)
         return Held(sums.cpu().numpy().astype("<i8").tobytes(), tuple(changed))
-
-
-class _HeldWork:
-    """Hashes parameters: those in the order of their tensor at once, the others one by one with their blocks."""
-
-    def __init__(
-        self, parts: Sequence[tuple[int, Move]], entries: dict[str, list[tuple[Entry, int]]], names: Sequence[str],
-        copier: Copier,
-    ) -> None:  # fmt: skip
-        plain, self._turned = list[Block](), list[tuple[str, Move, str, Prepared]]()
-        for group, (_, move) in enumerate(parts):
-            name = names[move.tensor]
-            dtype = entries[name][0][0].dtype
-            other = is_turned(move) or move.dtype != dtype
-            box, region = (move.box.packed(), 0) if other else (move.box, move.storage)
-            blocks = [
-                Block(r.target, 0, at + r.source, r.width, r.count, r.target_stride, 0, r.source_stride, region, group)
-                for entry, at in entries[name]
-                for run in box.runs(size_of(dtype))
-                for piece in entry.pieces
-                for r in compose(piece, run)
-            ]  # fmt: skip
-            if other:
-                self._turned.append((name, move, dtype, copier.prepare(blocks)))
-            else:
-                plain += blocks
-        self._plain, self._parts = copier.prepare(plain), len(parts)
-
-    def sums(
-        self, flats: Sequence[torch.Tensor], device: torch.device
-    ) -> tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]:
-        """The hash of each part; and of each tensor in a wider dtype, whether it holds what the narrower cannot."""
-        sums = torch.zeros(self._parts, dtype=torch.int64, device=device)
-        self._plain.run(memory_of(flats, device), sums, copy=False)
-        odd = []
-        for name, move, dtype, blocks in self._turned:
-            lies = unturned(move, flats[move.storage])
-            if move.dtype != dtype:
-                wide = lies.view(getattr(torch, move.dtype))
-                if (move.dtype, dtype) == ("float32", "bfloat16"):
-                    narrow = (wide.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)  # keeps a NaN's bits
-                else:
-                    narrow = wide.to(getattr(torch, dtype))
-                odd.append((name, ((wide != narrow.to(wide.dtype)) & ~wide.isnan()).any()))
-                lies = narrow.view(torch.uint8)
-            blocks.run(memory_of([lies], device), sums, copy=False)
-        return sums, odd
 
 
 class _Where:
@@ -451,23 +408,6 @@ def _rectangles(block: Block, columns: int, wide: int, scale_region: int, first:
                 *divmod(run.target, columns), run.count, run.width, block.region, block.source // block.grow + read,
                 stride, block.target + written, target_stride, scale_region, first // 4, -(-columns // wide),
             )  # fmt: skip
-
-
-def _views(constant: Constant, flat: torch.Tensor) -> list[torch.Tensor]:
-    """The bytes of a constant; one view where its spans follow each other evenly."""
-    spans = constant.spans
-    (first, end), *rest = spans
-    step = rest[0][0] - first if rest else 0
-    if all(b == a + end - first and a == first + step * n for n, (a, b) in enumerate(spans)):
-        shape, strides = (len(spans), end - first), (step or end - first, 1)
-        return [flat.as_strided(shape, strides, flat.storage_offset() + first)]
-    return [flat[a:b].unsqueeze(0) for a, b in spans]
-
-
-def _bits_of(constant: Constant, view: torch.Tensor) -> torch.Tensor:
-    """The bytes of a view of a constant."""
-    bits = torch.frombuffer(bytearray(constant.bits), dtype=torch.uint8).to(view.device)
-    return bits.repeat(view.shape[1] // len(bits)).expand(view.shape)
 
 
 class Assembler:

@@ -7,7 +7,6 @@ tensors in threads, which no dispatch mode sees), and every view of one shares i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,31 +24,6 @@ MOVES = (
     aten.clone.default, aten.cat.default, aten.stack.default, aten.index.Tensor, aten.index_select.default,
     aten.constant_pad_nd.default, aten.repeat.default, aten.flip.default, aten.roll.default, aten.zero_.default,
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class SentTensor:
-    """A tensor of the sync: its name and layout."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] | None
-
-    @classmethod
-    def of(cls, entry: Entry) -> SentTensor:
-        return cls(entry.name, getattr(torch, entry.dtype), entry.shape, entry.strides)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements, without the gaps between them."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def meta(self) -> torch.Tensor:
-        """A tensor of this layout without bytes, with a storage of its own."""
-        if self.strides is None:
-            return torch.empty(self.shape, dtype=self.dtype, device="meta")
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
 
 
 @dataclass(frozen=True)
@@ -87,6 +61,14 @@ class Recording:
     computed_from: set[int] = field(default_factory=set)
 
 
+def meta_of(entry: Entry) -> torch.Tensor:
+    """A tensor of this layout without bytes, with a storage of its own."""
+    dtype = getattr(torch, entry.dtype)
+    if entry.strides is None:
+        return torch.empty(entry.shape, dtype=dtype, device="meta")
+    return torch.empty_strided(entry.shape, entry.strides, dtype=dtype, device="meta")
+
+
 def storage_of(tensor: torch.Tensor) -> int:
     """Identity of a tensor's storage, for as long as that lives."""
     return tensor.untyped_storage()._cdata
@@ -110,12 +92,12 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 class _Recorder(TorchDispatchMode):
     """Watches one load. Writes into the model are noted and left out; reading it is real."""
 
-    def __init__(self, sources: dict[int, SentTensor], targets: dict[int, set[torch.dtype]]) -> None:
-        """``sources`` and ``targets`` by storage; a target's dtypes are those of the parameters in it."""
+    def __init__(self, sources: Sequence[tuple[str, torch.Tensor]], targets: dict[int, set[torch.dtype]]) -> None:
+        """``targets``: the dtypes of the parameters in each storage of the model."""
         super().__init__()
         self.recording = Recording()
-        self._dtypes = {storage: source.dtype for storage, source in sources.items()}
-        self._sources = {storage: source.name for storage, source in sources.items()}
+        self.names = {storage_of(tensor): name for name, tensor in sources}
+        self._dtypes = {storage_of(tensor): tensor.dtype for _, tensor in sources}
         self._targets = targets
         # In inference mode ``to`` and ``reshape`` come whole, and count as views, although they may copy
         self._views = not torch.is_inference_mode_enabled()
@@ -144,8 +126,8 @@ class _Recorder(TorchDispatchMode):
         found: set[str] = set()
         for tensor in tensors:
             storage = storage_of(tensor)
-            if storage in self._sources:
-                found.add(self._sources[storage])
+            if storage in self.names:
+                found.add(self.names[storage])
             else:
                 found |= self._derived.get(storage, set())
         return found
@@ -162,8 +144,8 @@ class _Recorder(TorchDispatchMode):
             self._refuse_written(names, "is copied through a view of another dtype", target)
         elif into_model and storage in self._zeroed:
             self.recording.writes.append(Write("", target.detach(), 0.0))
-        elif into_model and storage in self._sources:
-            self.recording.writes.append(Write(self._sources[storage], target.detach(), source))
+        elif into_model and storage in self.names:
+            self.recording.writes.append(Write(self.names[storage], target.detach(), source))
         elif into_model and self._whole(source) and source.shape == target.shape:
             for name, part, dim, start in self._joined[storage][1]:
                 piece = target.detach().narrow(dim, start, part.shape[dim])
@@ -228,7 +210,7 @@ class _Recorder(TorchDispatchMode):
             kwargs = {**kwargs, "device": torch.device("meta")}
         result = func(*args, **kwargs)
         made = list(_tensors_in((result,)))
-        known = [storage_of(value) in self._sources or storage_of(value) in self._derived for value in made]
+        known = [storage_of(value) in self.names or storage_of(value) in self._derived for value in made]
         if made and all(known) and not func._schema.is_mutable:
             return result  # views
         if func is aten.cat.default and self._join(args, kwargs, made[0]):
@@ -250,7 +232,7 @@ class _Recorder(TorchDispatchMode):
         dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(result.dim(), 1)
         joined, start = [], 0
         for part in parts:
-            joined.append((self._sources[storage_of(part)], part, dim, start))
+            joined.append((self.names[storage_of(part)], part, dim, start))
             start += part.shape[dim]
         self._keep.append(result)
         self._joined[storage_of(result)] = (result.shape, joined)
@@ -258,7 +240,7 @@ class _Recorder(TorchDispatchMode):
         return True
 
 
-def record(model: EngineModel, sources: Sequence[SentTensor]) -> Recording:
+def record(model: EngineModel, sources: Sequence[Entry]) -> Recording:
     """One dry ``load_weights`` over all ``sources``; changes nothing in the model that a sync would keep.
 
     Args:
@@ -268,14 +250,12 @@ def record(model: EngineModel, sources: Sequence[SentTensor]) -> Recording:
     Raises:
         ValueError: the load needs values, or keeps a tensor that it is given.
     """
-    tensors = [(source.name, source.meta()) for source in sources]
-    by_storage = {storage_of(tensor): source for source, (_, tensor) in zip(sources, tensors, strict=True)}
+    tensors = [(source.name, meta_of(source)) for source in sources]
     targets: dict[int, set[torch.dtype]] = {}
     for _, tensor in model_tensors(model.module):
         if tensor.numel():
             targets.setdefault(storage_of(tensor), set()).add(tensor.dtype)
-    recorder = _Recorder(by_storage, targets)
-    recording = recorder.recording
+    recorder = _Recorder(tensors, targets)
     held = [tensor.detach() for _, tensor in model_tensors(model.module)]  # else one that dies lends its identity
     try:
         with torch.no_grad(), recorder:
@@ -284,10 +264,10 @@ def record(model: EngineModel, sources: Sequence[SentTensor]) -> Recording:
         why = f"its load cannot be recorded: {type(error).__name__}: {error}"
         raise ValueError(f"{model.engine}'s {model.name}: {why}. To train this model, {TURN_OFF}.") from error
     del held
-    if kept := _kept(model.module, {storage: source.name for storage, source in by_storage.items()}):
+    if kept := _kept(model.module, recorder.names):
         why = f"its load keeps {kept} instead of copying it"
         raise ValueError(f"{model.engine}'s {model.name}: {why}. To train this model, {TURN_OFF}.")
-    return recording
+    return recorder.recording
 
 
 def _kept(model: torch.nn.Module, known: dict[int, str]) -> str:
