@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from verl_sync_plugin.copies.plain import Block, flat_storage, hash_block, runs
+from verl_sync_plugin.copies.plain import Block, copy_runs, flat_storage, hash_block, runs
 from verl_sync_plugin.copies.table import KernelTable, addresses, kernel_works
 
 
@@ -130,8 +130,7 @@ class _PlainPrepared:
                 slot, source, block = _cast(slot, source, block)
             if copy:
                 flat, start = self._targets.find(block.target)
-                target = runs(flat, start, block.width, block.count, block.target_stride)
-                target.copy_(runs(slot, source, block.width, block.count, block.source_stride))
+                copy_runs(slot, source, flat, start, block)
             sums[block.group] += hash_block(slot, source, block)
 
 

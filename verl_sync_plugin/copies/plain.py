@@ -13,9 +13,12 @@ an identity, constant blocks in the wrong place; the tests sample them). It is n
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
+
+from verl_sync_plugin.layout.strided import Run
 
 STEP = 1 << 18  # bytes hashed at a time, a multiple of 8; bounds the memory that the hash takes
 # 2^32 by the golden ratio, as in Knuth's multiplicative hashing (The Art of Computer Programming, volume 3, 6.4)
@@ -118,6 +121,17 @@ def hash_block(flat: torch.Tensor, start: int, block: Block) -> torch.Tensor:
 def runs(flat: torch.Tensor, start: int, width: int, count: int, stride: int) -> torch.Tensor:
     """Runs of bytes inside flat memory: uint8 of shape ``(count, width)``, a view."""
     return flat.as_strided((count, width), (stride if count > 1 else width, 1), flat.storage_offset() + start)
+
+
+def copy_runs(flat: torch.Tensor, start: int, target: torch.Tensor, target_start: int, like: Run | Block) -> None:
+    """Copies runs of bytes, from ``start`` and to ``target_start`` in flat memory, as wide and as far apart as those of
+    ``like``."""
+    # A strided copy of single bytes is slow: use the widest element that divides everything
+    numbers = (like.width, start, target_start) + (like.source_stride, like.target_stride) * (like.count > 1)
+    lies = flat.data_ptr(), flat.storage_offset(), target.data_ptr(), target.storage_offset()
+    element = getattr(torch, f"int{8 * math.gcd(8, *lies, *numbers)}")
+    source = runs(flat, start, like.width, like.count, like.source_stride).view(element)
+    runs(target, target_start, like.width, like.count, like.target_stride).view(element).copy_(source)
 
 
 def flat_storage(tensor: torch.Tensor) -> torch.Tensor:

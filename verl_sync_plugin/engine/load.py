@@ -8,7 +8,6 @@ model loads everything itself, all tensors are brought together in the same way,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ import torch
 from msgspec.structs import replace
 
 from verl_sync_plugin.copies.copier import BucketMemory, Copier, Memory, Prepared
-from verl_sync_plugin.copies.plain import Block
+from verl_sync_plugin.copies.plain import Block, copy_runs
 from verl_sync_plugin.copies.table import QuantizeTable, Rectangle
 from verl_sync_plugin.engine.introduce import (
     HeldHashes,
@@ -48,7 +47,6 @@ from verl_sync_plugin.transport.memory import Live, Regions
 from verl_sync_plugin.transport.protocol import Held, Manifest
 
 Layout = tuple[tuple[object, ...], ...]
-_WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class LayoutKey:
@@ -420,9 +418,8 @@ class Assembler:
     def __init__(self, names: frozenset[str], pairs: FusedPairs = ()) -> None:
         """``names``: all tensors of the sync; half of one of ``pairs`` waits only for a partner among them."""
         self._names, self._pairs = names, pairs
-        self._partial: dict[str, torch.Tensor] = {}
-        self._arrived: dict[str, int] = {}
-        self._waiting: dict[str, tuple[str, torch.Tensor]] = {}
+        self._partial: dict[str, tuple[torch.Tensor, int]] = {}  # with the bytes that have arrived
+        self._waiting: dict[str, torch.Tensor] = {}
 
     def tensors(self, memory: BucketMemory, entries: tuple[Entry, ...]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that are complete with this bucket; they may alias ``memory`` unless that is shared."""
@@ -440,28 +437,28 @@ class Assembler:
             parts = [memory.narrow(piece.source, piece.width) for piece in entry.pieces]
             # A copy where others read: some models write into what they are given
             return parts[0] if len(parts) == 1 and not memory.shared else torch.cat(parts)
-        partial = self._partial.get(entry.name)
-        if partial is None:
-            partial = self._partial[entry.name] = torch.empty(entry.nbytes, dtype=torch.uint8, device=memory.device)
-            self._arrived[entry.name] = 0
+        if entry.name in self._partial:
+            partial, arrived = self._partial.pop(entry.name)
+        else:
+            partial, arrived = torch.empty(entry.nbytes, dtype=torch.uint8, device=memory.device), 0
         for piece in entry.pieces:
-            _place(partial, memory, piece)
-        self._arrived[entry.name] += here
-        if self._arrived[entry.name] < entry.nbytes:
-            return None
-        del self._arrived[entry.name]
-        return self._partial.pop(entry.name)
+            slot, first = memory.holds(piece.source)
+            copy_runs(slot, first, partial, piece.target, piece)
+        if arrived + here == entry.nbytes:
+            return partial
+        self._partial[entry.name] = partial, arrived + here
+        return None
 
     def _release(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         partner = partner_of(name, self._pairs)
         if partner is None or partner not in self._names:
             yield name, tensor  # without q_lora_rank there is nothing to fuse with
         elif partner in self._waiting:
-            yield self._waiting.pop(partner)
+            yield partner, self._waiting.pop(partner)
             yield name, tensor
         else:
             # A copy: the slot is reused before the partner arrives
-            self._waiting[name] = (name, tensor.clone())
+            self._waiting[name] = tensor.clone()
 
     def finish(self) -> None:
         """Checks that nothing is left over.
@@ -472,23 +469,6 @@ class Assembler:
         if self._partial or self._waiting:
             left = sorted([*self._partial, *self._waiting])
             raise ValueError(f"the sync ended with incomplete tensors: {', '.join(left[:10])}")
-
-
-def _place(tensor: torch.Tensor, memory: BucketMemory, piece: Run) -> None:
-    """Copies one piece, with all its repetitions, from the bucket into a tensor of uint8."""
-    if piece.count == 1:
-        tensor.narrow(0, piece.target, piece.width).copy_(memory.narrow(piece.source, piece.width))
-        return
-    slot, first = memory.holds(piece.source)
-    # A strided copy of single bytes is slow: use the widest element that divides everything
-    numbers = (piece.width, first, piece.source_stride, piece.target, piece.target_stride)
-    width = math.gcd(8, slot.data_ptr(), tensor.data_ptr(), slot.storage_offset(), *numbers)
-    source = _repeated(slot, first, piece.source_stride, piece).view(_WIDTHS[width])
-    _repeated(tensor, piece.target, piece.target_stride, piece).view(_WIDTHS[width]).copy_(source)
-
-
-def _repeated(flat: torch.Tensor, first: int, step: int, piece: Run) -> torch.Tensor:
-    return flat.as_strided((piece.count, piece.width), (step, 1), flat.storage_offset() + first)
 
 
 @torch.no_grad()
