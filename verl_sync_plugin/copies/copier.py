@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from verl_sync_plugin.copies.plain import Block, copy_runs, flat_storage, hash_block, runs
-from verl_sync_plugin.copies.table import KernelTable, addresses, kernel_works
+from verl_sync_plugin.copies.table import KernelTable, kernel_works
 
 
 class Memory:
@@ -109,13 +109,9 @@ class Copier:
 class _KernelPrepared:
     def __init__(self, blocks: list[Block], device: torch.device, homes: Sequence[int]) -> None:
         self._table = KernelTable(blocks, device, homes)
-        self._found: tuple[int, ...] = ()
-        self._bases: torch.Tensor | None = None
 
     def run(self, memory: Memory, sums: torch.Tensor, copy: bool = True) -> None:
-        if self._bases is None or memory.starts != self._found:  # a bucket has the same slot in every sync
-            self._found, self._bases = memory.starts, addresses(0, memory.starts, memory.device)
-        self._table.run(self._bases, sums, copy)
+        self._table.run(0, memory.starts, sums, copy)
 
 
 class _PlainPrepared:

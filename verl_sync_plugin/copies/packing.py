@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from verl_sync_plugin.copies.plain import Block, hash_bytes, runs
-from verl_sync_plugin.copies.table import KernelTable, addresses, kernel_works
+from verl_sync_plugin.copies.table import KernelTable, kernel_works
 from verl_sync_plugin.layout.strided import Partition, Run
 from verl_sync_plugin.layout.tensors import Bucket, Fill, Hull, Plan, Shard, Slice, hulls_of, numbers_of
 
@@ -31,15 +31,14 @@ class Found:
 
     Attributes:
         kinds: how each base's run is read.
-        places: for each base, the address of its run and its dtype; 0 where there is no ``run``.
-        version: grows when any of this changes.
+        places: for each base, the address of its run and its dtype; 0 where there is no ``run``. Another list when any
+            of this changes.
     """
 
     def __init__(self, bases: Sequence[int], device: torch.device) -> None:
         self.bases = tuple(bases)
         self.kinds: dict[int, int] = {}
         self.places: list[tuple[int, torch.dtype]] = []
-        self.version = 0
         self._device = device
 
     def locate(self, shards: Sequence[Shard]) -> bool:
@@ -51,7 +50,6 @@ class Found:
         if places == self.places:
             return False
         self.places = places
-        self.version += 1
         self.kinds = {base: self._kind(shards[base]) for base in self.bases}
         return True
 
@@ -88,18 +86,17 @@ class PackTable:
         self._plan, self._buckets, self._rank, self._device = plan, tuple(buckets), rank, device
         self._tensors, self._read_alone = tensors, found is None
         self.found = found or Found(list(dict.fromkeys(part.base for each in buckets for part in each.slices)), device)
-        self._version = -1
+        self._places: list[tuple[int, torch.dtype]] | None = None
         self._kinds: dict[int, int] | None = None
-        self._slot, self._addresses = -1, torch.empty(0)
         self._table: KernelTable | None = None
         self.alone: list[Slice] = []
 
     def refresh(self) -> None:
         """After ``found`` has looked. A shard that moved costs new addresses only, one of another kind a table."""
-        if self._version == self.found.version:
+        if self._places is self.found.places:
             return
-        self._version = self.found.version
-        self._slot = -1
+        self._places = self.found.places
+        self._sources = [address for address, _ in self._places]
         if self.found.kinds != self._kinds:
             self._kinds = kinds = self.found.kinds
             self.alone = [p for bucket in self._buckets for p in bucket.slices if kinds.get(p.base) in _NOT_IN_TABLES]
@@ -113,11 +110,8 @@ class PackTable:
             slot: the address at which byte 0 of the bucket would lie.
             sums: gets the hashes; see ``KernelTable.run``, as for the others.
         """
-        if slot != self._slot:  # a bucket has the same slot in every sync
-            sources = [*(address for address, _ in self.found.places), slot]
-            self._slot, self._addresses = slot, addresses(slot, sources, self._device)
         assert self._table is not None, "refresh() comes first"
-        self._table.run(self._addresses, sums, copy, flags=flags)
+        self._table.run(slot, [*self._sources, slot], sums, copy, flags)
 
     def _blocks(self, bucket: Bucket) -> Iterator[Block]:
         """Only bytes that belong to a tensor are packed. What was packed alone is copied onto itself, to be read."""

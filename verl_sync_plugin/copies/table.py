@@ -54,15 +54,13 @@ def _rows(blocks: Sequence[Block], tall: bool) -> np.ndarray:
     run, column = np.divmod(row, columns[of])
     first, offset = run * step[of], column * ROW_BYTES
     source, target, position, width, count, by, target_by, position_by, region, group, grow = table[of].T
-    rows = np.empty((len(of), 10), dtype=np.int64)
-    rows[:, 0] = source + first * by + offset * grow
-    rows[:, 1] = target + first * target_by + offset
-    rows[:, 2] = position + first * position_by + offset
-    rows[:, 3], rows[:, 4], rows[:, 5] = by, target_by, position_by
-    rows[:, 6], rows[:, 7] = region, group
-    rows[:, 9] = width if tall else np.minimum(width - offset, ROW_BYTES)
-    rows[:, 8] = rows[:, 9] * (np.minimum(count - first, step[of]) if tall else 1)
-    return rows
+    per_run = width if tall else np.minimum(width - offset, ROW_BYTES)
+    runs = np.minimum(count - first, step[of])
+    found = (
+        source + first * by + offset * grow, target + first * target_by + offset,
+        position + first * position_by + offset, by, target_by, position_by, region, group, runs * per_run, per_run,
+    )  # fmt: skip
+    return np.stack(found, 1)
 
 
 def alternating(homes: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
@@ -93,6 +91,20 @@ class _Kind:
     dtype: str
 
 
+class _Pointers:
+    """Addresses from which blocks count, on the device; sent there again only when one is another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known, self._sent = tuple[int, ...](), torch.empty(0)
+
+    def sent(self, target: int, sources: Iterable[int]) -> torch.Tensor:
+        """The target's address, then those of the sources, each a multiple of 16: int64 of shape ``(1 + n,)``."""
+        if (pointers := (target, *sources)) != self._known:
+            self._known, self._sent = pointers, torch.tensor(pointers, dtype=torch.int64).to(self._device)
+        return self._sent
+
+
 class KernelTable:
     """The rows of a bucket, or of all of them, resident on the device and used again every sync.
 
@@ -112,6 +124,7 @@ class KernelTable:
                 kinds.setdefault(_Kind(_lane(block), tall, block.grow == 2, block.dtype), []).append(block)
         self._device = device
         self._homes = np.array(homes)
+        self._pointers = _Pointers(device)
         self._unused = torch.zeros(1, dtype=torch.int64, device=device)
         self._parts = [(kind, *self._upload(_rows(alike, kind.tall), kind)) for kind, alike in kinds.items()]
 
@@ -126,18 +139,20 @@ class KernelTable:
         return tensors[0], tensors[1], len(rows)
 
     def run(
-        self, bases: torch.Tensor, sums: torch.Tensor, copy: bool = True, flags: torch.Tensor | None = None
-    ) -> None:
+        self, target: int, sources: Sequence[int], sums: torch.Tensor, copy: bool = True,
+        flags: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Starts the copies on the current stream; returns at once.
 
         Args:
-            bases: the result of ``addresses`` on the device.
+            target, sources: the addresses from which targets count, and sources in each region.
             sums: int64 of shape ``(groups,)`` on the device; hashes are added.
             copy: False only reads and hashes.
             flags: int64 of shape ``(groups,)`` on the device; those with a NaN or Inf become 1. ``None`` does not look.
         """
         from verl_sync_plugin.copies import kernel
 
+        bases = self._pointers.sent(target, sources)
         for kind, wide, narrow, count in self._parts:
             exponent, lowest = EXPONENTS.get(kind.dtype, (0, 0)) if flags is not None else (0, 0)
             block, warps = (kernel.BLOCK, kernel.WARPS) if copy else (kernel.READ_BLOCK, kernel.READ_WARPS)
@@ -214,27 +229,25 @@ class QuantizeTable:
         wide = (places % 16 == 0) & (before == 0) & (block[1] % 8 == 0)
         parts = ((aligned, rows[wide == aligned]) for aligned in (True, False))
         self._parts = [(aligned, torch.from_numpy(part.T.copy()).to(device)) for aligned, part in parts if len(part)]
-        self._dtypes, self._block, self._device = dtypes, block, device
-        self._known, self._bases = list[int](), torch.empty(0)
+        self._dtypes, self._block, self._pointers = dtypes, block, _Pointers(device)
 
-    def run(self, pointers: Sequence[int], sums: torch.Tensor | None = None, measure: bool = False) -> None:
+    def run(self, target: int, sources: Sequence[int], sums: torch.Tensor | None = None, measure: bool = False) -> None:
         """Starts on the current stream; writes, unless one of the others is asked for.
 
         Args:
-            pointers: the target address, then the source addresses, those of the scales among them.
+            target, sources: as for ``KernelTable``, the addresses of the scales among them.
             sums: as for ``KernelTable``: adds the hashes of what would be written, and writes nothing.
             measure: the scales become the largest magnitudes, and nothing is quantized.
         """
         from verl_sync_plugin.copies import kernel
 
-        if self._known != pointers:
-            self._known, self._bases = [*pointers], addresses(pointers[0], pointers[1:], self._device)
-        lie_well = not any(pointer % 16 for pointer in pointers)
+        bases = self._pointers.sent(target, sources)
+        lie_well = not any(pointer % 16 for pointer in (target, *sources))
         dtypes = [getattr(kernel.tl, dtype_name(dtype)) for dtype in self._dtypes]
         do = "measure" if measure else "write" if sums is None else "hash"
         for aligned, table in self._parts:
             kernel.quantize_rows[(table.shape[1],)](
-                table, table.shape[1], self._bases, self._bases if sums is None else sums, *dtypes, *self._block,
+                table, table.shape[1], bases, bases if sums is None else sums, *dtypes, *self._block,
                 aligned and lie_well, do, num_warps=8,
             )  # fmt: skip
 
@@ -249,11 +262,6 @@ def scales_of(largest: torch.Tensor, least: float, most: float) -> tuple[torch.T
     return scales, inverse
 
 
-def addresses(target: int, sources: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Addresses to which blocks are relative, for the kernel: int64 of shape ``(1 + n,)``, each a multiple of 16."""
-    return torch.tensor([target, *sources], dtype=torch.int64).to(device)
-
-
 def kernel_works(device: torch.device) -> bool:
     """True if the kernel compiles and copies here; tried on a few bytes.
 
@@ -266,8 +274,7 @@ def kernel_works(device: torch.device) -> bool:
     try:
         source = torch.arange(256, dtype=torch.uint8, device=device)
         target, sums = torch.zeros_like(source), torch.zeros(1, dtype=torch.int64, device=device)
-        bases = addresses(target.data_ptr(), [source.data_ptr()], device)
-        KernelTable([Block(0, 0, 0, 16)], device).run(bases, sums)
+        KernelTable([Block(0, 0, 0, 16)], device).run(target.data_ptr(), [source.data_ptr()], sums)
         return bool(torch.equal(source[:16], target[:16]) and sums.item() != 0)
     except Exception as error:  # no Triton, no C compiler, an unknown device: all end in plain copies
         say(f"the Triton kernel does not work here, so copies run one by one: {error!r}")

@@ -292,7 +292,7 @@ class ModelLoad:
         _, memory, (copied, read), tables = self._live
         copied.run(memory, self._read_sums)
         for table in tables:
-            table.run([0, *memory.starts])
+            table.run(0, memory.starts)
         read.run(memory, self._read_sums, copy=False)
 
     def _quantizing(

@@ -329,7 +329,7 @@ class QuantizingSource(ParameterSource):
             tables, left = self._tables_of(parts, groups, measure)
             self._launches[measure] = what, tables, left
         for table, found in tables:
-            table.run([target, *(run.data_ptr() for run in found), scales.data_ptr()], sums, measure)
+            table.run(target, [*(run.data_ptr() for run in found), scales.data_ptr()], sums, measure)
         return left
 
     def _tables_of(
