@@ -48,7 +48,7 @@ POINTS: dict[str, dict[str, tuple[Point, ...]]] = {
         "plan": ((_LOAD, "ModelLoad.begin", ""),),
         "wake": ((_SAVER, "_TorchMemorySaverAdapterNoop.resume", "weights"),),
         "connect": (("verl_sync_plugin.rollouts.sglang.loader", "connect", ""),),
-        "hand over": ((_SESSION, "ReceiverSession._run_staged", ""), (_SESSION, "ReceiverSession._open_in_place", "")),
+        "hand over": ((_SESSION, "ReceiverSession._open_staged", ""), (_SESSION, "ReceiverSession._open_in_place", "")),
         "load": ((_LOAD, "ModelLoad.load", ""), (_LOAD, "ModelLoad.load_in_place", "")),
         "commit": ((_SESSION, "ReceiverSession._commit", ""),),
         "verify": ((_LOAD, "ModelLoad.held", ""),),

@@ -14,7 +14,6 @@ import torch
 from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.engine.load import ModelLoad, refuse_rearranged
 from verl_sync_plugin.engine.model import EngineModel
-from verl_sync_plugin.layout.load_map import LoadMap
 from verl_sync_plugin.transport.channel import Channel, ChannelTimeoutError
 from verl_sync_plugin.transport.memory import Live, Regions, Slots
 from verl_sync_plugin.transport.protocol import (
@@ -64,28 +63,53 @@ class ReceiverSession:
             self._load.note_layout()
         hello = _expect(Hello, channel.receive(together_seconds(wait)))
         self._reserved = _reserved_bytes()
-        if hello.live:
-            self._run_in_place(hello, channel, wait)
-        else:
-            self._run_staged(hello, channel, wait)
-
-    def _run_staged(self, hello: Hello, channel: Channel, wait: float) -> None:
-        try:
-            self._map(hello.stagings)
-        except (RuntimeError, OSError) as error:
-            channel.send(Ready(refusal=f"{type(error).__name__}: {error}"))
+        opened = (self._open_in_place if hello.live else self._open_staged)(hello, channel, wait)
+        if isinstance(opened, str):
+            channel.send(Ready(refusal=opened))
             return
-        device = next(self._model.module.parameters()).device
-        load = self._load_of(hello, channel, device, wait)
-        load.begin()
-        channel.send(Ready(map=_unknown(hello, load)))
-        running = Running(channel, device)
+        channel.send(Ready(map=None if hello.map == opened.map.digest else opened.map))
+        running = Running(channel, opened.device)
         message = running.receive(wait)
         while isinstance(message, Load):
             with running.loading(message.bucket):
-                load.load(message.bucket, self._parts(hello, load.manifest, message))
+                if hello.live:  # the trainer ranks keep their parameters until all engine ranks have said ``Loaded``
+                    opened.load_in_place(self._lives, hello.place, self._regions)
+                else:
+                    opened.load(message.bucket, self._parts(hello, opened.manifest, message))
             message = running.receive(wait)
-        self._commit(_expect(Commit, message), hello, channel)
+        commit = _expect(Commit, message)
+        if hello.live:
+            # Only now: until the trainer has heard ``Committed``, it may come back to what these map
+            self._map(lives=self._lives)
+        self._commit(commit, hello, channel)
+
+    def _open_staged(self, hello: Hello, channel: Channel, wait: float) -> ModelLoad | str:
+        """Ready to read from slots, or the reason why not."""
+        if refusal := self._refusal(hello.stagings):
+            return refusal
+        if self._load is None or hello.digest != self._digest:
+            channel.send(Ready(needs_details=True))
+            manifest = _expect(Hello, channel.receive(wait)).manifest
+            if manifest is None:
+                raise ValueError("weight-sync protocol: a plan without its manifest")
+            device = next(self._model.module.parameters()).device
+            self._load, self._digest = ModelLoad(self._model, manifest, device, self._load), hello.digest
+        self._load.begin()
+        return self._load
+
+    def _open_in_place(self, hello: Hello, channel: Channel, wait: float) -> ModelLoad | str:
+        """Ready to read in place, or the reason why not."""
+        if self._load is None or hello.digest != self._digest:
+            return "the engine does not know the plan"
+        self._load.begin()
+        if obstacle := self._load.obstacle:
+            return obstacle
+        if tuple(live.key for live in self._lives) != hello.live:
+            channel.send(Ready(needs_details=True))
+            if refusal := self._refusal(self._stagings, _expect(Hello, channel.receive(wait)).lives):
+                self._maps = False
+                return refusal
+        return self._load
 
     def _parts(self, hello: Hello, manifest: Manifest, message: Load) -> Sequence[torch.Tensor]:
         """The memory of a bucket: the slot it is in, or one part per segment."""
@@ -95,42 +119,13 @@ class ReceiverSession:
         nbytes = manifest.segments[message.bucket]
         return [slot.narrow(0, 0, nbytes) for slot in slots]
 
-    def _run_in_place(self, hello: Hello, channel: Channel, wait: float) -> None:
-        """The trainer ranks keep their parameters as they are until all engine ranks have said ``Loaded``."""
-        load = self._open_in_place(hello, channel, wait)
-        if load is None:
-            return
-        running = Running(channel, load.device)
-        message = _expect(Load, running.receive(wait))
-        with running.loading(message.bucket):
-            load.load_in_place(self._lives, hello.place, self._regions)
-        commit = _expect(Commit, running.receive(wait))
-        # Only now: until the trainer has heard ``Committed``, it may come back to what these map
-        self._map(lives=self._lives)
-        self._commit(commit, hello, channel)
-
-    def _open_in_place(self, hello: Hello, channel: Channel, wait: float) -> ModelLoad | None:
-        """Ready to read in place, or ``None``, and then the trainer knows why not."""
-        load, obstacle = self._load if hello.digest == self._digest else None, "the engine does not know the plan"
-        if load is not None:
-            load.begin()
-            obstacle = load.obstacle
-        if load is None or obstacle:
-            channel.send(Ready(refusal=obstacle))
-            return None
-        if tuple(live.key for live in self._lives) == hello.live:
-            channel.send(Ready(map=_unknown(hello, load)))
-            return load
-        channel.send(Ready(needs_details=True))
-        lives = _expect(Hello, channel.receive(wait)).lives
+    def _refusal(self, stagings: tuple[Slots, ...], lives: tuple[Live, ...] = ()) -> str:
+        """Maps these; returns the reason why one of them cannot be mapped, if so."""
         try:
-            self._map(self._stagings, lives)
+            self._map(stagings, lives)
         except (RuntimeError, OSError) as error:
-            self._maps = False
-            channel.send(Ready(refusal=f"{type(error).__name__}: {error}"))
-            return None
-        channel.send(Ready(map=_unknown(hello, load)))
-        return load
+            return f"{type(error).__name__}: {error}"
+        return ""
 
     def _map(self, stagings: tuple[Slots, ...] = (), lives: tuple[Live, ...] = ()) -> None:
         """Maps these and unmaps all else, of which the trainer could not free what is mapped here. Raises RuntimeError
@@ -187,15 +182,6 @@ class ReceiverSession:
         self._least = current if least is None else min(current, least)
         return 0 if least is None else peak - self._least
 
-    def _load_of(self, hello: Hello, channel: Channel, device: torch.device, wait: float) -> ModelLoad:
-        if self._load is None or hello.digest != self._digest:
-            channel.send(Ready(needs_details=True))
-            manifest = _expect(Hello, channel.receive(wait)).manifest
-            if manifest is None:
-                raise ValueError("weight-sync protocol: a plan without its manifest")
-            self._load, self._digest = ModelLoad(self._model, manifest, device, self._load), hello.digest
-        return self._load
-
 
 class Running:
     """Loads whose copies still run. The sender may overwrite a slot as soon as it hears ``Loaded``, so that is said
@@ -239,11 +225,6 @@ class Running:
         now = time.perf_counter()
         started, self._idle_since = max(started, self._idle_since), now
         self._channel.send(Loaded(bucket, now - started, started))
-
-
-def _unknown(hello: Hello, load: ModelLoad) -> LoadMap | None:
-    """Returns the load map, if the trainer rank does not know it."""
-    return None if hello.map == load.map.digest else load.map
 
 
 def _reserved_bytes(which: str = "current") -> int:  # ``memory_reserved`` sorts all of torch's counters for one
