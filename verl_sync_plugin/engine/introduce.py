@@ -65,19 +65,16 @@ class Storages:
 
     def __init__(self, module: torch.nn.Module) -> None:
         persistent, parameters = set(module.state_dict(keep_vars=True)), dict(module.named_parameters())
-        tensors: dict[int, torch.Tensor] = {}
-        names, found = dict[int, str](), dict[int, dict[Box, StateTensor]]()
+        found: dict[int, tuple[str, torch.Tensor, dict[Box, StateTensor]]] = {}
         for name, tensor in model_tensors(module):
             if tensor.numel():
-                key = storage_of(tensor)
-                names.setdefault(key, name)
-                tensors.setdefault(key, tensor)
-                box, of_storage = box_between(tensor.detach(), tensor.detach()), found.setdefault(key, {})
+                box = box_between(tensor.detach(), tensor.detach())
+                _, _, in_it = found.setdefault(storage_of(tensor), (name, tensor, {}))
                 if name in persistent:
-                    of_storage.setdefault(box, StateTensor(name, dtype_name(tensor.dtype), box, name not in parameters))
-        self._number = {key: number for number, key in enumerate(names)}
-        self.table = tuple(Storage(name, tuple(found[key].values())) for key, name in names.items())
-        self.flats = [flat_storage(tensors[key]) for key in names]
+                    in_it.setdefault(box, StateTensor(name, dtype_name(tensor.dtype), box, name not in parameters))
+        self._number = {storage: number for number, storage in enumerate(found)}
+        self.table = tuple(Storage(name, tuple(in_it.values())) for name, _, in_it in found.values())
+        self.flats = [flat_storage(tensor) for _, tensor, _ in found.values()]
 
     def of(self, tensor: torch.Tensor) -> int | None:
         """The number of the storage that a tensor lies in."""

@@ -395,17 +395,14 @@ class _Where:
 
 def _rectangles(block: Block, columns: int, wide: int, scale_region: int, first: int) -> Iterator[Rectangle]:
     """The parts of a matrix in fp8 in a block of a trainer rank's values; its scales lie from ``first`` on."""
-    tall = block.count > 1 and block.place_stride == columns and block.place % columns + block.width <= columns
-    for number in range(1 if tall else block.count):
-        place = block.place + number * block.place_stride
-        runs = [Run(0, place, block.width, block.count)] if tall else in_rows(Run(0, place, block.width), columns)
-        stride, target_stride = (block.position_stride, block.target_stride) if tall else (columns, columns)
-        for run in runs:
-            read, written = (number * each + run.source for each in (block.position_stride, block.target_stride))
-            yield Rectangle(
-                *divmod(run.target, columns), run.count, run.width, block.region, block.source // block.grow + read,
-                stride, block.target + written, target_stride, scale_region, first // 4, -(-columns // wide),
-            )  # fmt: skip
+    inside = block.place, block.width, block.count
+    read = Run(block.source // block.grow, *inside, block.position_stride, block.place_stride)
+    written = Run(block.target, *inside, block.target_stride, block.place_stride)
+    for one, other in zip(in_rows(read, columns), in_rows(written, columns), strict=True):
+        yield Rectangle(
+            *divmod(one.target, columns), one.count, one.width, block.region, one.source, one.source_stride,
+            other.source, other.source_stride, scale_region, first // 4, -(-columns // wide),
+        )  # fmt: skip
 
 
 class Assembler:
