@@ -14,26 +14,8 @@ from typing import Protocol
 
 import torch
 
-from verl_sync_plugin.copies.plain import Block, copy_runs, flat_storage, hash_block, runs
-from verl_sync_plugin.copies.table import KernelTable, kernel_works
-
-
-class Memory:
-    """Regions of memory that blocks are read from.
-
-    Args:
-        device: the reading one.
-        starts: for each region, the address from which the sources of its blocks count.
-        flats: the bytes of each (uint8 of shape ``(n,)``).
-    """
-
-    def __init__(self, device: torch.device, starts: Sequence[int], flats: Sequence[torch.Tensor]) -> None:
-        self.device, self.starts, self.flats = device, tuple(starts), tuple(flats)
-
-    def at(self, region: int, source: int) -> tuple[torch.Tensor, int]:
-        """The bytes of a region, and the place in them of byte ``source``."""
-        flat = self.flats[region]
-        return flat, self.starts[region] + source - flat.data_ptr()
+from verl_sync_plugin.copies.plain import Block, Memory, copy_runs, flat_storage, hash_block, runs
+from verl_sync_plugin.copies.table import EXPONENTS, KernelTable, kernel_works
 
 
 class BucketMemory(Memory):
@@ -68,8 +50,19 @@ class BucketMemory(Memory):
 class Prepared(Protocol):
     """Blocks made ready once and run every sync."""
 
-    def run(self, memory: Memory, sums: torch.Tensor, copy: bool = True) -> None:
-        """Copies from ``memory``, adds hashes to ``sums`` (int64, one per group); may return early."""
+    def run(
+        self, memory: Memory, sums: torch.Tensor, copy: bool = True, flags: torch.Tensor | None = None, target: int = 0
+    ) -> None:
+        """Copies from ``memory``; may return early.
+
+        Args:
+            memory: where sources lie.
+            sums: int64 of shape ``(groups,)`` on the device; hashes are added.
+            copy: False only reads and hashes.
+            flags: int64 of shape ``(groups,)`` on the device; those with a NaN or Inf become other than 0. ``None``
+                does not look.
+            target: the address from which the targets of blocks count.
+        """
 
 
 class Targets:
@@ -102,32 +95,32 @@ class Copier:
     def prepare(self, blocks: list[Block], homes: Sequence[int] = ()) -> Prepared:
         """Tables for the kernel, or views; ``homes`` as for ``KernelTable``."""
         if self.kernel:
-            return _KernelPrepared(blocks, self.device, homes)
-        return _PlainPrepared(blocks, self._targets)
+            return KernelTable(blocks, self.device, homes)
+        return _PlainTable(blocks, self._targets)
 
 
-class _KernelPrepared:
-    def __init__(self, blocks: list[Block], device: torch.device, homes: Sequence[int]) -> None:
-        self._table = KernelTable(blocks, device, homes)
-
-    def run(self, memory: Memory, sums: torch.Tensor, copy: bool = True) -> None:
-        self._table.run(0, memory.starts, sums, copy)
-
-
-class _PlainPrepared:
+class _PlainTable:
     def __init__(self, blocks: list[Block], targets: Targets) -> None:
         self._blocks = blocks
         self._targets = targets
 
-    def run(self, memory: Memory, sums: torch.Tensor, copy: bool = True) -> None:
+    def run(
+        self, memory: Memory, sums: torch.Tensor, copy: bool = True, flags: torch.Tensor | None = None, target: int = 0
+    ) -> None:
         for block in self._blocks:
             slot, source = memory.at(block.region, block.source)
             if block.grow == 2:
                 slot, source, block = _cast(slot, source, block)
             if copy:
-                flat, start = self._targets.find(block.target)
+                flat, start = self._targets.find(target + block.target)
                 copy_runs(slot, source, flat, start, block)
             sums[block.group] += hash_block(slot, source, block)
+            if flags is not None and block.dtype in EXPONENTS:  # there is no norm of 8-bit floats
+                dtype = getattr(torch, block.dtype)
+                found = runs(slot, source, block.width, block.count, block.source_stride).view(dtype)
+                wide = torch.float32 if dtype.itemsize < 4 else None
+                largest = torch.linalg.vector_norm(found, float("inf"), dtype=wide)  # NaN stays NaN
+                flags[block.group] += ~largest.isfinite()
 
 
 def _cast(slot: torch.Tensor, source: int, block: Block) -> tuple[torch.Tensor, int, Block]:

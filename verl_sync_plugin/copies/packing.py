@@ -11,15 +11,14 @@ from dataclasses import replace
 
 import torch
 
-from verl_sync_plugin.copies.plain import Block, hash_bytes, runs
-from verl_sync_plugin.copies.table import KernelTable, kernel_works
+from verl_sync_plugin.copies.copier import Copier, Memory, Prepared
+from verl_sync_plugin.copies.plain import Block
 from verl_sync_plugin.layout.strided import Partition, Run
 from verl_sync_plugin.layout.tensors import Bucket, Fill, Hull, Plan, Shard, Slice, hulls_of, numbers_of
 
 # How a shard is read: by the kernel as it is, by the kernel cast from fp32 to bf16, by torch, or by its own ``fill``,
 # which also reads it in place
 AS_IS, CAST, BY_TORCH, QUANTIZED = range(4)
-_NOT_IN_TABLES = (BY_TORCH, QUANTIZED)
 # Elements that are moved to the device or merged at a time, but for a short rest, which goes with those before it; in
 # fp32 a whole bucket of them would take twice its size
 MERGE_CHUNK = 1 << 24
@@ -66,29 +65,23 @@ class Found:
 
 
 class PackTable:
-    """One bucket on a device with the kernel, or several that are only read. ``alone``: slices to be packed one by one
-    before ``run``.
+    """One bucket of a packer, or several that are only read. ``alone``: slices to be packed one by one before ``run``,
+    which are all of them without the kernel.
 
     Args:
-        plan: all buckets.
+        packer: the packer.
         buckets: those of the table.
-        rank: this rank's place among the owners of a sharded base.
-        tensors: number of each tensor; see ``numbers_of``.
-        device: where the slots are.
         found: of the buckets' bases, where parameters are read in place; may leave out those of which this rank holds
             nothing. Slices that are packed alone are then left out, too.
     """
 
-    def __init__(
-        self, plan: Plan, buckets: Sequence[Bucket], rank: int, tensors: dict[str, int], device: torch.device,
-        found: Found | None = None,
-    ) -> None:  # fmt: skip
-        self._plan, self._buckets, self._rank, self._device = plan, tuple(buckets), rank, device
-        self._tensors, self._read_alone = tensors, found is None
-        self.found = found or Found(list(dict.fromkeys(part.base for each in buckets for part in each.slices)), device)
+    def __init__(self, packer: Packer, buckets: Sequence[Bucket], found: Found | None = None) -> None:
+        self._packer, self._buckets, self._read_alone = packer, buckets, found is None
+        bases = dict.fromkeys(base for bucket in buckets for base in bucket.bases)
+        self.found = found or Found(tuple(bases), packer.copier.device)
         self._places: list[tuple[int, torch.dtype]] | None = None
         self._kinds: dict[int, int] | None = None
-        self._table: KernelTable | None = None
+        self._table: Prepared | None = None
         self.alone: list[Slice] = []
 
     def refresh(self) -> None:
@@ -98,39 +91,42 @@ class PackTable:
         self._places = self.found.places
         self._sources = [address for address, _ in self._places]
         if self.found.kinds != self._kinds:
-            self._kinds = kinds = self.found.kinds
-            self.alone = [p for bucket in self._buckets for p in bucket.slices if kinds.get(p.base) in _NOT_IN_TABLES]
+            self._kinds = self.found.kinds
+            self.alone = [part for bucket in self._buckets for part in bucket.slices if self._alone(part)]
             blocks = [block for bucket in self._buckets for block in self._blocks(bucket)]
-            self._table = KernelTable(blocks, self._device)
+            self._table = self._packer.copier.prepare(blocks)
 
-    def run(self, slot: int, sums: torch.Tensor, flags: torch.Tensor, copy: bool = True) -> None:
-        """Starts the copies into a slot, or only reads.
+    def _alone(self, part: Slice) -> bool:
+        return not self._packer.copier.kernel or self.found.kinds.get(part.base) in (BY_TORCH, QUANTIZED)
 
-        Args:
-            slot: the address at which byte 0 of the bucket would lie.
-            sums: gets the hashes; see ``KernelTable.run``, as for the others.
-        """
+    def run(self, sums: torch.Tensor, flags: torch.Tensor, slot: torch.Tensor | None = None, origin: int = 0) -> None:
+        """Starts the copies into a slot, which begins with byte ``origin`` of the bucket, or only reads. ``sums`` and
+        ``flags``: see ``Prepared.run``."""
         assert self._table is not None, "refresh() comes first"
-        self._table.run(slot, [*self._sources, slot], sums, copy, flags)
+        start, flats = (0, []) if slot is None else (slot.data_ptr() - origin, [slot])
+        memory = Memory(self._packer.copier.device, [start, *self._sources], flats)
+        self._table.run(memory, sums, slot is not None and self._packer.copier.kernel, flags, start)
 
     def _blocks(self, bucket: Bucket) -> Iterator[Block]:
-        """Only bytes that belong to a tensor are packed. What was packed alone is copied onto itself, to be read."""
-        places = {base: place for place, base in enumerate(self.found.bases)}
-        hulls = hulls_in_segment(bucket, self._rank)
+        """Only bytes that belong to a tensor are packed. What was packed alone is copied onto itself, to be read; it is
+        in region 0, the slot."""
+        places = {base: place for place, base in enumerate(self.found.bases, 1)}
+        packer, rank = self._packer, self._packer.rank
+        hulls = hulls_in_segment(bucket, rank)
         partition = Partition([Run(hull.first, hull.first, hull.end - hull.first) for hull in hulls])
-        segment = segment_of(bucket, self._rank)
+        segment = segment_of(bucket, rank)
         for part in bucket.slices:
-            base, kind = self._plan.bases[part.base], self.found.kinds.get(part.base)
-            count = part.count(base, self._rank)
-            alone = kind in _NOT_IN_TABLES
+            base, alone = packer.plan.bases[part.base], self._alone(part)
+            count = part.count(base, rank)
             if count <= 0 or (alone and not self._read_alone):
                 continue
-            grow, dtype = 2 if kind == CAST else 1, base.dtype if "float" in base.dtype else ""
+            grow = 2 if not alone and self.found.kinds.get(part.base) == CAST else 1
+            dtype = base.dtype if "float" in base.dtype else ""
             size = base.itemsize
             run = Run(segment * bucket.stride + part.offset, part.begin * size, count * size)  # and where in the shard
             for index, found in partition.meet(run):
-                at, position, group = found.source, bucket.first + found.source, self._tensors[hulls[index].names[0]]
-                place, source = (len(places), at) if alone else (places[part.base], found.target * grow)
+                at, position, group = found.source, bucket.first + found.source, packer.tensors[hulls[index].names[0]]
+                place, source = (0, at) if alone else (places[part.base], found.target * grow)
                 yield Block(source, at, position, found.width, region=place, group=group, grow=grow, dtype=dtype)
 
 
@@ -155,11 +151,10 @@ class Packer:
     """
 
     def __init__(self, device: torch.device, plan: Plan, rank: int) -> None:
-        self.plan, self.rank, self._device = plan, rank, device
-        self._tensors = numbers_of(bucket.entries for bucket in plan.buckets)
-        self._kernel = kernel_works(device)
-        self._sums = torch.zeros(len(self._tensors), dtype=torch.int64, device=device)
-        self._flags = torch.zeros(len(self._tensors), dtype=torch.int64, device=device)
+        self.plan, self.rank, self.copier = plan, rank, Copier(device, [])
+        self.tensors = numbers_of(bucket.entries for bucket in plan.buckets)
+        self._sums = torch.zeros(len(self.tensors), dtype=torch.int64, device=device)
+        self._flags = torch.zeros(len(self.tensors), dtype=torch.int64, device=device)
         self._tables: dict[int, PackTable] = {}
         self._whole: PackTable | None = None
         self._quantized: list[Slice] = []  # where they are only read, with their bytes of the bucket
@@ -181,17 +176,13 @@ class Packer:
         bucket = self.plan.buckets[index]
         origin = self.plan.origin(bucket, self.rank)
         segment = memory.narrow(0, segment_of(bucket, self.rank) * bucket.stride - origin, bucket.stride)
-        if not self._kernel:
-            pack_slices(segment, bucket.slices, shards)
-            self._read_plain(bucket, memory, origin)
-            return
         table = self._tables.get(index)
         if table is None:
-            table = self._tables[index] = PackTable(self.plan, [bucket], self.rank, self._tensors, self._device)
+            table = self._tables[index] = PackTable(self, [bucket])
         table.found.locate(shards)
         table.refresh()
         pack_slices(segment, table.alone, shards)
-        table.run(memory.data_ptr() - origin, self._sums, self._flags)
+        table.run(self._sums, self._flags, memory, origin)
 
     def hash_parameters(self, shards: list[Shard], found: Found) -> None:
         """Hashes and checks everything where it lies, for engine ranks that read it there; may return early.
@@ -200,43 +191,24 @@ class Packer:
             shards: all shards of this rank, by base index; none that ``LiveParameters`` refuses.
             found: where they are.
         """
-        if not self._kernel:
+        if not self.copier.kernel:
             for index, bucket in enumerate(self.plan.buckets):
                 nbytes = bucket.stride if self.plan.sharded else bucket.nbytes
-                self.pack(index, torch.empty(nbytes, dtype=torch.uint8, device=self._device), shards)
+                self.pack(index, torch.empty(nbytes, dtype=torch.uint8, device=self.copier.device), shards)
             return
         if self._whole is None or self._whole.found is not found:
-            parts = (self.plan, self.plan.buckets, self.rank, self._tensors, self._device)
-            self._whole = PackTable(*parts, found)
+            self._whole = PackTable(self, self.plan.buckets, found)
             for bucket in self.plan.buckets:
                 low, kinds = bucket.first + segment_of(bucket, self.rank) * bucket.stride, found.kinds
                 quantized = [part for part in bucket.slices if kinds.get(part.base) == QUANTIZED]
                 self._quantized += (replace(part, offset=low + part.offset) for part in quantized)
                 hulls = hulls_in_segment(bucket, self.rank) if quantized else []
-                self._groups |= {name: self._tensors[hull.names[0]] for hull in hulls for name in hull.names}
+                self._groups |= {name: self.tensors[hull.names[0]] for hull in hulls for name in hull.names}
         self._whole.refresh()
-        self._whole.run(0, self._sums, self._flags, copy=False)
+        self._whole.run(self._sums, self._flags)
         if self._quantized and (fill := shards[self._quantized[0].base].fill):
             left = fill(0, self._quantized, (self._groups, self._sums))
             assert not left, "of another kind"
-
-    def _read_plain(self, bucket: Bucket, memory: torch.Tensor, origin: int) -> None:
-        """Hashes and checks what this rank has packed; costs a read more than the kernel."""
-        for hull in hulls_in_segment(bucket, self.rank):
-            data = memory[hull.first - origin : hull.end - origin]
-            self._sums[self._tensors[hull.names[0]]] += hash_bytes(data, bucket.first + hull.first)
-        low = segment_of(bucket, self.rank) * bucket.stride
-        for entry in bucket.entries:
-            dtype = getattr(torch, entry.dtype)
-            if not dtype.is_floating_point or dtype.itemsize == 1:  # there is no norm of 8-bit floats
-                continue
-            for piece in entry.pieces:
-                if low <= piece.source < low + bucket.stride:
-                    at = piece.source - origin, piece.width, piece.count, piece.source_stride
-                    packed = runs(memory, *at).view(dtype)
-                    wide = torch.float32 if dtype.itemsize < 4 else None
-                    largest = torch.linalg.vector_norm(packed, float("inf"), dtype=wide)  # NaN stays NaN
-                    self._flags[self._tensors[entry.name]] += ~largest.isfinite()
 
     def sums(self) -> torch.Tensor:
         """The hash of what this rank packed of each tensor: int64 of shape ``(tensors,)``, numbered by ``numbers_of``,
@@ -245,7 +217,7 @@ class Packer:
 
     def broken(self) -> list[str]:
         """The tensors with a NaN or Inf in this rank's part, of tied ones perhaps the first. Waits for the device."""
-        names = list(self._tensors)  # in the order of their numbers
+        names = list(self.tensors)  # in the order of their numbers
         return [names[number] for number in self._flags.nonzero().flatten().tolist()]
 
 

@@ -14,6 +14,7 @@ an identity, constant blocks in the wrong place; the tests sample them). It is n
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +60,24 @@ class Block:
     place_stride: int = 0
 
 
+class Memory:
+    """Regions of memory that blocks are read from.
+
+    Args:
+        device: the reading one.
+        starts: for each region, the address from which the sources of its blocks count.
+        flats: the bytes of each (uint8 of shape ``(n,)``); the kernel needs none.
+    """
+
+    def __init__(self, device: torch.device, starts: Sequence[int], flats: Sequence[torch.Tensor]) -> None:
+        self.device, self.starts, self.flats = device, tuple(starts), tuple(flats)
+
+    def at(self, region: int, source: int) -> tuple[torch.Tensor, int]:
+        """The bytes of a region, and the place in them of byte ``source``."""
+        flat = self.flats[region]
+        return flat, self.starts[region] + source - flat.data_ptr()
+
+
 def factors(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Odd pseudo-random numbers below 2^32 for the lower and the upper half of each word; int64 of the same shape.
 
@@ -70,19 +89,6 @@ def factors(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     square = mixed * mixed
     low, high = square & HALF, (square >> 32) & HALF
     return (low ^ high) | 1, (((low - high) & HALF) ^ mixed) | 1
-
-
-def hash_bytes(data: torch.Tensor, position: int) -> torch.Tensor:
-    """The hash of consecutive bytes.
-
-    Args:
-        data: uint8 of shape ``(n,)``, contiguous.
-        position: byte offset of the first one in all buckets.
-
-    Returns:
-        int64 of shape ``()`` on the device of ``data``.
-    """
-    return hash_block(data, 0, Block(0, 0, position, data.numel()))
 
 
 def hash_block(flat: torch.Tensor, start: int, block: Block) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from verl_sync_plugin.copies.plain import Block
+from verl_sync_plugin.copies.plain import Block, Memory
 from verl_sync_plugin.layout.tensors import dtype_name
 from verl_sync_plugin.log import say
 
@@ -139,20 +139,12 @@ class KernelTable:
         return tensors[0], tensors[1], len(rows)
 
     def run(
-        self, target: int, sources: Sequence[int], sums: torch.Tensor, copy: bool = True,
-        flags: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Starts the copies on the current stream; returns at once.
-
-        Args:
-            target, sources: the addresses from which targets count, and sources in each region.
-            sums: int64 of shape ``(groups,)`` on the device; hashes are added.
-            copy: False only reads and hashes.
-            flags: int64 of shape ``(groups,)`` on the device; those with a NaN or Inf become 1. ``None`` does not look.
-        """
+        self, memory: Memory, sums: torch.Tensor, copy: bool = True, flags: torch.Tensor | None = None, target: int = 0
+    ) -> None:
+        """Starts the copies on the current stream, and returns at once; see ``copier.Prepared``."""
         from verl_sync_plugin.copies import kernel
 
-        bases = self._pointers.sent(target, sources)
+        bases = self._pointers.sent(target, memory.starts)
         for kind, wide, narrow, count in self._parts:
             exponent, lowest = EXPONENTS.get(kind.dtype, (0, 0)) if flags is not None else (0, 0)
             block, warps = (kernel.BLOCK, kernel.WARPS) if copy else (kernel.READ_BLOCK, kernel.READ_WARPS)
@@ -235,7 +227,7 @@ class QuantizeTable:
         """Starts on the current stream; writes, unless one of the others is asked for.
 
         Args:
-            target, sources: as for ``KernelTable``, the addresses of the scales among them.
+            target, sources: the addresses from which targets count, and sources in each region; the scales are in some.
             sums: as for ``KernelTable``: adds the hashes of what would be written, and writes nothing.
             measure: the scales become the largest magnitudes, and nothing is quantized.
         """
@@ -274,7 +266,8 @@ def kernel_works(device: torch.device) -> bool:
     try:
         source = torch.arange(256, dtype=torch.uint8, device=device)
         target, sums = torch.zeros_like(source), torch.zeros(1, dtype=torch.int64, device=device)
-        KernelTable([Block(0, 0, 0, 16)], device).run(target.data_ptr(), [source.data_ptr()], sums)
+        memory = Memory(device, [source.data_ptr()], [source])
+        KernelTable([Block(0, 0, 0, 16)], device).run(memory, sums, target=target.data_ptr())
         return bool(torch.equal(source[:16], target[:16]) and sums.item() != 0)
     except Exception as error:  # no Triton, no C compiler, an unknown device: all end in plain copies
         say(f"the Triton kernel does not work here, so copies run one by one: {error!r}")
