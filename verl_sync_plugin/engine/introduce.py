@@ -67,11 +67,10 @@ class Storages:
         persistent, parameters = set(module.state_dict(keep_vars=True)), dict(module.named_parameters())
         found: dict[int, tuple[str, torch.Tensor, dict[Box, StateTensor]]] = {}
         for name, tensor in model_tensors(module):
-            if tensor.numel():
-                box = box_between(tensor.detach(), tensor.detach())
-                _, _, in_it = found.setdefault(storage_of(tensor), (name, tensor, {}))
-                if name in persistent:
-                    in_it.setdefault(box, StateTensor(name, dtype_name(tensor.dtype), box, name not in parameters))
+            box = box_between(tensor.detach(), tensor.detach())
+            _, _, in_it = found.setdefault(storage_of(tensor), (name, tensor, {}))
+            if name in persistent:
+                in_it.setdefault(box, StateTensor(name, dtype_name(tensor.dtype), box, name not in parameters))
         self._number = {storage: number for number, storage in enumerate(found)}
         self.table = tuple(Storage(name, tuple(in_it.values())) for name, _, in_it in found.values())
         self.flats = [flat_storage(tensor) for _, tensor, _ in found.values()]

@@ -165,7 +165,7 @@ class ModelLoad:
     # --------------------------------------------------------------------------------------------------- the tables
     def _compile(self) -> None:
         self._compiled, self._live = True, None
-        self._copier = Copier(self.device, [t for _, t in model_tensors(self._model.module) if t.numel()])
+        self._copier = Copier(self.device, [tensor for _, tensor in model_tensors(self._model.module)])
         parts = read_parts(self.map, self._owners)
         self._whole = {number: part for part, (number, box) in enumerate(parts) if box is None}
         self._moves: dict[str, list[tuple[int, Move]]] = {}  # of the tensors that are copied, with their parts

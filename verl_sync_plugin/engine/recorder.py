@@ -74,10 +74,10 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def model_tensors(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """All parameters and buffers by name, tied ones under each of theirs."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
+def model_tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """All parameters and buffers that hold anything, by name, tied ones under each of theirs."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return [(name, tensor) for name, tensor in named if tensor.numel()]
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -92,20 +92,20 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 class _Recorder(TorchDispatchMode):
     """Watches one load. Writes into the model are noted and left out; reading it is real."""
 
-    def __init__(self, sources: Sequence[tuple[str, torch.Tensor]], targets: dict[int, set[torch.dtype]]) -> None:
-        """``targets``: the dtypes of the parameters in each storage of the model."""
+    def __init__(self, model: torch.nn.Module, sources: Sequence[tuple[str, torch.Tensor]]) -> None:
         super().__init__()
         self.recording = Recording()
         self.names = {storage_of(tensor): name for name, tensor in sources}
         self._dtypes = {storage_of(tensor): tensor.dtype for _, tensor in sources}
-        self._targets = targets
+        self._keep = [tensor.detach() for _, tensor in model_tensors(model)]  # a freed one's identity is used again
+        self._targets: dict[int, set[torch.dtype]] = {}  # dtypes of the model's tensors, by storage
+        for tensor in self._keep:
+            self._targets.setdefault(storage_of(tensor), set()).add(tensor.dtype)
         # In inference mode ``to`` and ``reshape`` come whole, and count as views, although they may copy
         self._views = not torch.is_inference_mode_enabled()
         self._derived: dict[int, set[str]] = {}  # results of anything else, by storage
-        # results of cat: their shape, and of each part its name, itself, the dimension and the start
-        self._joined: dict[int, tuple[torch.Size, list[tuple[str, torch.Tensor, int, int]]]] = {}
+        self._joined: dict[int, tuple[torch.Size, Sequence[torch.Tensor], int]] = {}  # of cat: shape, parts, dimension
         self._zeroed: set[int] = set()  # storages of sources that the load has filled with zeros
-        self._keep: list[torch.Tensor] = []  # a freed storage's identity would be used again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -147,9 +147,10 @@ class _Recorder(TorchDispatchMode):
         elif into_model and storage in self.names:
             self.recording.writes.append(Write(self.names[storage], target.detach(), source))
         elif into_model and self._whole(source) and source.shape == target.shape:
-            for name, part, dim, start in self._joined[storage][1]:
-                piece = target.detach().narrow(dim, start, part.shape[dim])
-                self.recording.writes.append(Write(name, piece, part))
+            _, parts, dim = self._joined[storage]
+            pieces = target.detach().split([part.shape[dim] for part in parts], dim)
+            for part, piece in zip(parts, pieces, strict=True):
+                self.recording.writes.append(Write(self.names[storage_of(part)], piece, part))
         elif into_model:
             self._refuse_written(names, "is changed before it is copied", target)
         else:
@@ -165,8 +166,8 @@ class _Recorder(TorchDispatchMode):
 
     def _whole(self, source: torch.Tensor) -> bool:
         """True for the whole result of a join, in its own shape and order."""
-        shape, _ = self._joined.get(storage_of(source), (None, []))
-        return source.shape == shape and source.is_contiguous()
+        joined = self._joined.get(storage_of(source))
+        return joined is not None and source.shape == joined[0] and source.is_contiguous()
 
     def _reinterprets(self, target: torch.Tensor, source: torch.Tensor) -> bool:
         """True if either side is viewed as other elements than it has."""
@@ -230,13 +231,9 @@ class _Recorder(TorchDispatchMode):
         if any(storage_of(part) in self._zeroed for part in parts):
             return False
         dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(result.dim(), 1)
-        joined, start = [], 0
-        for part in parts:
-            joined.append((self.names[storage_of(part)], part, dim, start))
-            start += part.shape[dim]
         self._keep.append(result)
-        self._joined[storage_of(result)] = (result.shape, joined)
-        self._derived[storage_of(result)] = {name for name, *_ in joined}
+        self._joined[storage_of(result)] = (result.shape, parts, dim)
+        self._derived[storage_of(result)] = self._names(parts)
         return True
 
 
@@ -251,19 +248,13 @@ def record(model: EngineModel, sources: Sequence[Entry]) -> Recording:
         ValueError: the load needs values, or keeps a tensor that it is given.
     """
     tensors = [(source.name, meta_of(source)) for source in sources]
-    targets: dict[int, set[torch.dtype]] = {}
-    for _, tensor in model_tensors(model.module):
-        if tensor.numel():
-            targets.setdefault(storage_of(tensor), set()).add(tensor.dtype)
-    recorder = _Recorder(tensors, targets)
-    held = [tensor.detach() for _, tensor in model_tensors(model.module)]  # else one that dies lends its identity
+    recorder = _Recorder(model.module, tensors)
     try:
         with torch.no_grad(), recorder:
             model.load_weights(iter(tensors))
     except Exception as error:  # whatever a model's loader makes of meta tensors
         why = f"its load cannot be recorded: {type(error).__name__}: {error}"
         raise ValueError(f"{model.engine}'s {model.name}: {why}. To train this model, {TURN_OFF}.") from error
-    del held
     if kept := _kept(model.module, recorder.names):
         why = f"its load keeps {kept} instead of copying it"
         raise ValueError(f"{model.engine}'s {model.name}: {why}. To train this model, {TURN_OFF}.")
