@@ -91,20 +91,12 @@ class Comparison:
         self._known = ""
         digests = self._exchange()
         maps = [self._maps[digest] for digest in digests if digest]
-        names = list(numbers_of(bucket.entries for bucket in plan.buckets))
-        if blocks := {names[number]: (rows, columns) for each in maps for number, rows, columns in each.fp8}:
+        tensors = _Tensors(plan)
+        if blocks := {tensors.names[number]: (rows, columns) for each in maps for number, rows, columns in each.fp8}:
             self.blocks |= blocks
             return {}
-        with self._agreement.attempt():
-            tensors = _Tensors(plan)
-            if self._ranks:
-                self._refuse(tensors, [self._maps[digests[rank]] for rank in self._ranks])
-        self._agreement.settle("checking what the engine uses")
-        with self._agreement.attempt():
-            self._weigh(plan, tensors, digests)
-            if self._agreement.ranks.rank == 0 and self._config.verify != "never":
-                self._say_what_is_compared(maps[0])
-        self._agreement.settle("weighing what the engine holds")
+        self._agreement.step("checking what the engine uses", lambda: self._refuse(tensors, digests))
+        self._agreement.step("weighing what the engine holds", lambda: self._weigh(plan, tensors, digests))
         self._known = plan.digest
         return wire_dtypes(tensors.names, maps)
 
@@ -123,8 +115,11 @@ class Comparison:
             }
         return digests
 
-    def _refuse(self, tensors: _Tensors, maps: list[LoadMap]) -> None:
-        names = tensors.names
+    def _refuse(self, tensors: _Tensors, digests: Sequence[str]) -> None:
+        """Raises ValueError or RuntimeError where this rank's engine leaves out a tensor or a parameter."""
+        if not self._ranks:
+            return
+        names, maps = tensors.names, [self._maps[digests[rank]] for rank in self._ranks]
         if found := unused(tensors.entries, tensors.owners, maps):
             shown = some([f"{names[number]} ({lacks} of {of} bytes)" for number, lacks, of in found])
             if all(names[number].endswith(SCALE) for number, *_ in found):
@@ -187,6 +182,8 @@ class Comparison:
                 f"{KEY_PREFIX}.verify={self._config.verify}, but nothing that the engine holds can be compared: "
                 f"{name} ({why}). Set {KEY_PREFIX}.verify=first, which only logs this."
             )
+        if self._agreement.ranks.rank == 0 and self._config.verify != "never":
+            self._say_what_is_compared(next(iter(maps.values())))
 
     def _say(self, text: str) -> None:
         if text not in self._said:
