@@ -169,7 +169,7 @@ class ModelLoad:
         parts = read_parts(self.map, self._owners)
         self._whole = {number: part for part, (number, box) in enumerate(parts) if box is None}
         self._moves: dict[str, list[tuple[int, Move]]] = {}  # of the tensors that are copied, with their parts
-        for part, move in enumerate(move for move in self.map.moves if move.tensor not in self.map.not_copied_numbers):
+        for part, move in enumerate(self.map.copied):
             self._moves.setdefault(self._names[move.tensor], []).append((part, move))
         self._by_scratch = frozenset(
             name
@@ -248,15 +248,11 @@ class ModelLoad:
         if self.map.own_load:
             self._model.load_weights(whole)
             return
-        for name, tensor in whole:
-            self._copy_moves(name, tensor)
-
-    def _copy_moves(self, name: str, tensor: torch.Tensor) -> None:
-        """Copies a whole tensor from scratch memory."""
-        for _, move in self._moves[name]:
-            steps, first = [d[1] for d in move.box.dims], tensor.storage_offset() + move.box.source
-            source = tensor.as_strided([d[0] for d in move.box.dims], steps, first)
-            in_box(self._storages.flats[move.storage], move.box, move.dtype).copy_(source)
+        for name, tensor in whole:  # in scratch memory
+            for _, move in self._moves[name]:
+                steps, first = [d[1] for d in move.box.dims], tensor.storage_offset() + move.box.source
+                source = tensor.as_strided([d[0] for d in move.box.dims], steps, first)
+                in_box(self._storages.flats[move.storage], move.box, move.dtype).copy_(source)
 
     @property
     def obstacle(self) -> str:

@@ -107,8 +107,5 @@ def partner_of(name: str, pairs: FusedPairs) -> str | None:
         name: of a tensor.
         pairs: ``EngineModel.fused_pairs``.
     """
-    for pair in pairs:
-        for suffix, other in (pair, pair[::-1]):
-            if name.endswith(f".{suffix}"):
-                return name.removesuffix(suffix) + other
-    return None
+    partners = dict(pairs) | {second: first for first, second in pairs}
+    return next((name.removesuffix(one) + other for one, other in partners.items() if name.endswith(f".{one}")), None)

@@ -132,9 +132,13 @@ class _Recorder(TorchDispatchMode):
                 found |= self._derived.get(storage, set())
         return found
 
-    def _refuse(self, names: Iterable[str], why: str) -> None:
+    def _refuse(self, names: Iterable[str], why: str, taken: bool = False, computed: bool = False) -> None:
         for name in names:
             self.recording.refused.setdefault(name, why)
+        if taken:
+            self.recording.taken.update(names)
+        if computed:
+            self.recording.computed.update(names)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, names: set[str]) -> torch.Tensor:
         storage = storage_of(source)
@@ -154,14 +158,12 @@ class _Recorder(TorchDispatchMode):
         elif into_model:
             self._refuse_written(names, "is changed before it is copied", target)
         else:
-            self._refuse(names, "is copied elsewhere")
-            self.recording.taken.update(names)  # the model may keep it without naming it as one of its tensors
-            self.recording.computed.update(names)
+            # The model may keep it without naming it as one of its tensors
+            self._refuse(names, "is copied elsewhere", taken=True, computed=True)
         return target
 
     def _refuse_written(self, names: Iterable[str], why: str, target: torch.Tensor) -> None:
-        self._refuse(names, why)
-        self.recording.taken.update(names)
+        self._refuse(names, why, taken=True)
         self.recording.writes.extend(Write(name, target.detach()) for name in names)
 
     def _whole(self, source: torch.Tensor) -> bool:
@@ -176,15 +178,12 @@ class _Recorder(TorchDispatchMode):
         return source.dtype != declared or target.dtype not in self._targets[storage_of(target)] or lazily_changed
 
     def _write(self, func: Any, target: torch.Tensor, args: Any, names: set[str]) -> Any:
-        constant = func in (aten.fill_.Scalar, aten.zero_.default) and not names
-        if constant:
-            value = float(args[1]) if func is aten.fill_.Scalar else 0.0
-            self.recording.writes.append(Write("", target.detach(), value))
-        elif names:
+        if names:
             self._refuse_written(names, f"goes through {func}", target)
             self.recording.computed.update(names)
         else:
-            self.recording.writes.append(Write("", target.detach()))
+            value = float(args[1]) if func is aten.fill_.Scalar else 0.0 if func is aten.zero_.default else None
+            self.recording.writes.append(Write("", target.detach(), value))
         return target
 
     def _other(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -203,9 +202,7 @@ class _Recorder(TorchDispatchMode):
             self._zeroed.add(storage_of(args[0]))
             return args[0]
         if func is aten._local_scalar_dense.default:
-            self._refuse(names, "is read by the host")
-            self.recording.taken.update(names)
-            self.recording.computed.update(names)
+            self._refuse(names, "is read by the host", taken=True, computed=True)
             return 0
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("meta")}
@@ -216,9 +213,7 @@ class _Recorder(TorchDispatchMode):
             return result  # views
         if func is aten.cat.default and self._join(args, kwargs, made[0]):
             return result
-        self._refuse(names, f"goes through {func}")
-        if func not in MOVES:
-            self.recording.computed.update(names)
+        self._refuse(names, f"goes through {func}", computed=func not in MOVES)
         for value in made:
             self._keep.append(value)
             self._derived[storage_of(value)] = names

@@ -112,12 +112,9 @@ class ReceiverSession:
         return self._load
 
     def _parts(self, hello: Hello, manifest: Manifest, message: Load) -> Sequence[torch.Tensor]:
-        """The memory of a bucket: the slot it is in, or one part per segment."""
+        """The memory of a bucket: the slot it is in, or one slot per segment."""
         slots = [self._regions.slot(slots, message.slot) for slots in self._stagings]
-        if not (manifest.sharded and manifest.worlds[message.bucket] > 1):
-            return [slots[hello.place]]
-        nbytes = manifest.segments[message.bucket]
-        return [slot.narrow(0, 0, nbytes) for slot in slots]
+        return slots if manifest.sharded and manifest.worlds[message.bucket] > 1 else [slots[hello.place]]
 
     def _refusal(self, stagings: tuple[Slots, ...], lives: tuple[Live, ...] = ()) -> str:
         """Maps these; returns the reason why one of them cannot be mapped, if so."""

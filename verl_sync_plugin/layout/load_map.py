@@ -177,8 +177,10 @@ class LoadMap(msgspec.Struct, frozen=True, array_like=True, dict=True):
     fp8: tuple[tuple[int, int, int], ...] = ()
 
     @cached_property
-    def not_copied_numbers(self) -> frozenset[int]:
-        return frozenset(each.tensor for each in self.not_copied)
+    def copied(self) -> tuple[Move, ...]:
+        """The moves of tensors that are mere copies."""
+        others = {each.tensor for each in self.not_copied}
+        return tuple(move for move in self.moves if move.tensor not in others)
 
     @cached_property
     def digest(self) -> str:
@@ -348,10 +350,8 @@ HashedPart = tuple[int, Box | None]  # of which tensor, and which elements; ``No
 def read_parts(found: LoadMap, owners: Mapping[int, int]) -> list[HashedPart]:
     """Lists what an engine rank hashes of what it reads, in the order of its sums: every move, and every tensor that is
     no mere copy."""
-    parts: list[HashedPart] = [
-        (owners[m.tensor], m.box) for m in found.moves if m.tensor not in found.not_copied_numbers
-    ]
-    return parts + [(number, None) for number in sorted({owners[number] for number in found.not_copied_numbers})]
+    parts: list[HashedPart] = [(owners[move.tensor], move.box) for move in found.copied]
+    return parts + [(number, None) for number in sorted({owners[each.tensor] for each in found.not_copied})]
 
 
 def held_parts(found: LoadMap, dtypes: Sequence[str], owners: Mapping[int, int]) -> list[tuple[int, Move]]:
