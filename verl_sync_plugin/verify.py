@@ -203,9 +203,9 @@ class Comparison:
         a third row, of what it holds. Raises ValueError where it hashed another number of parts than its map has."""
         rows = [sent, torch.zeros_like(sent), torch.zeros_like(sent)]
         if committed is not None:
-            rows[1] = self._read.sum(committed.sums, len(sent))
+            rows[1] = self._read.sum(committed.sums)
             if verified and committed.held is not None:
-                rows[2] = self._held.sum(committed.held.sums, len(sent))
+                rows[2] = self._held.sum(committed.held.sums)
         return torch.stack(rows if verified else rows[:2])
 
     def compare(self, weighed: torch.Tensor) -> None:
@@ -271,12 +271,12 @@ class _Weights:
         self._tensors = np.array([number for number, _ in parts[own]] if own else (), dtype=np.int64)
         self._factors = np.array(factors[everyone.index(own)] if own else (), dtype=np.int64)
 
-    def sum(self, sums: bytes, tensors: int) -> torch.Tensor:
+    def sum(self, sums: bytes) -> torch.Tensor:
         """One hash per tensor of the parts of this rank's engine rank: int64 of shape ``(tensors,)``."""
         found = np.frombuffer(sums, dtype="<i8").astype(np.int64)
         if len(found) != len(self._factors):
             raise ValueError(f"the engine hashed {len(found)} parts of tensors, and its map has {len(self._factors)}")
-        total = np.zeros(tensors, dtype=np.int64)
+        total = np.zeros(len(self.times), dtype=np.int64)
         np.add.at(total, self._tensors, found * self._factors)
         return torch.from_numpy(total)
 

@@ -126,17 +126,16 @@ class KernelTable:
         self._homes = np.array(homes)
         self._pointers = _Pointers(device)
         self._unused = torch.zeros(1, dtype=torch.int64, device=device)
-        self._parts = [(kind, *self._upload(_rows(alike, kind.tall), kind)) for kind, alike in kinds.items()]
+        self._parts = [(kind, self._upload(_rows(alike, kind.tall), kind)) for kind, alike in kinds.items()]
 
-    def _upload(self, rows: np.ndarray, kind: _Kind) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def _upload(self, rows: np.ndarray, kind: _Kind) -> list[torch.Tensor]:
         if len(self._homes):
             rows = rows[alternating(self._homes[rows[:, 6]], rows[:, 8])]
         wide, narrow = rows[:, :6].copy(), rows[:, 6:].astype(np.int32)
         wide[:, 3] //= kind.lane * (2 if kind.cast else 1)
         wide[:, 4:] //= kind.lane
         narrow[:, 2:] //= kind.lane
-        tensors = [torch.from_numpy(np.ascontiguousarray(part.T)).to(self._device) for part in (wide, narrow)]
-        return tensors[0], tensors[1], len(rows)
+        return [torch.from_numpy(np.ascontiguousarray(part.T)).to(self._device) for part in (wide, narrow)]
 
     def run(
         self, memory: Memory, sums: torch.Tensor, copy: bool = True, flags: torch.Tensor | None = None, target: int = 0
@@ -145,13 +144,13 @@ class KernelTable:
         from verl_sync_plugin.copies import kernel
 
         bases = self._pointers.sent(target, memory.starts)
-        for kind, wide, narrow, count in self._parts:
+        for kind, (wide, narrow) in self._parts:
             exponent, lowest = EXPONENTS.get(kind.dtype, (0, 0)) if flags is not None else (0, 0)
             block, warps = (kernel.BLOCK, kernel.WARPS) if copy else (kernel.READ_BLOCK, kernel.READ_WARPS)
             if kind.cast and kind.lane == 8:
                 block, warps = kernel.CAST_BLOCK, kernel.WARPS
-            kernel.move_rows[(count,)](
-                wide, narrow, count, bases, sums, self._unused if flags is None else flags,
+            kernel.move_rows[(wide.shape[1],)](
+                wide, narrow, wide.shape[1], bases, sums, self._unused if flags is None else flags,
                 kind.lane, kind.cast, kind.tall, copy, exponent, lowest, block, num_warps=warps,
             )  # fmt: skip
 

@@ -9,7 +9,7 @@ right. Where the load does more than copy, the model loads everything itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -52,7 +52,6 @@ FINITE = -0x4001  # clears the highest bit of every exponent, in bf16, fp16 and 
 MOST_RUNS = 1 << 14  # of one copy
 SHORT_RUN = 32  # bytes; what lies in shorter ones is brought into the tensor's order before it is hashed
 WHOLE = Run(0, 0, 1 << 62)  # all of a tensor
-Lies = dict[str, tuple[object, ...]]
 
 
 class Storages:
@@ -168,7 +167,7 @@ class _Introduction:
         recording = record(model, self._sources)
         known = [w for w in recording.writes if w.name or w.source is not None or storage_of(w.target) not in refreshed]
         recording.writes = known
-        moved = _moved(before, _lies(model.module))
+        moved = {name for name, _ in before ^ _lies(model.module)}
         self.places.restore()
         self._storages = Storages(model.module)
         odd = {storages[name]: f"its load lays {name} out again" for name in moved if name in storages}
@@ -243,7 +242,7 @@ class _Introduction:
             given.note(marks)
             model.load_weights(iter([(mark.name, mark.tensor) for mark in marks]))
             del marks  # or two chunks would be there at a time
-        if more := _moved(lies, _lies(model.module)) - moved:
+        if more := {name for name, _ in lies ^ _lies(model.module)} - moved:
             raise self._other(f"lays {min(more)} out again with real tensors, and did not without them")
         self.places.restore()
         for storage, spans in unproven:
@@ -386,12 +385,10 @@ class _Hashes:
             bases: dict[str, int] = {}
             for number, move in self._of_name.get(mark.name, ()):
                 if move.dtype not in bases:
-                    dtype, bases[move.dtype] = getattr(torch, move.dtype), len(flats)
-                    same = mark.tensor.dtype == dtype
-                    flats.append(mark.flat if same else mark.flat.view(mark.tensor.dtype).to(dtype).view(torch.uint8))
+                    bases[move.dtype] = len(flats)
+                    flats.append(mark.flat.view(mark.tensor.dtype).to(getattr(torch, move.dtype)).view(torch.uint8))
                 for run in move.box.packed().runs(size_of(move.dtype)):
-                    strides = run.source_stride, 0, run.source_stride
-                    place = run.source, 0, run.source, run.width, run.count, *strides
+                    place = run.source, 0, run.source, run.width, run.count, run.source_stride, 0, run.source_stride
                     blocks.append(Block(*place, region=bases[move.dtype], group=number))
         self._copier.prepare(blocks).run(memory_of(flats, self._copier.device), self._given, copy=False)
 
@@ -412,9 +409,9 @@ class HeldHashes:
         copier: of the device that the parameters are on.
     """
 
-    def __init__(self, parts: Iterable[tuple[Move, str, Sequence[Run]]], copier: Copier) -> None:
+    def __init__(self, parts: Sequence[tuple[Move, str, Sequence[Run]]], copier: Copier) -> None:
         plain, self._turned = list[Block](), list[tuple[Move, str, Prepared]]()
-        self._device, self._count = copier.device, 0
+        self._device, self._count = copier.device, len(parts)
         for group, (move, dtype, pieces) in enumerate(parts):
             other = is_turned(move) or move.dtype != dtype
             box, region = (move.box.packed(), 0) if other else (move.box, move.storage)
@@ -428,7 +425,6 @@ class HeldHashes:
                 self._turned.append((move, dtype, copier.prepare(blocks)))
             else:
                 plain += blocks
-            self._count += 1
         self._plain = copier.prepare(plain)
 
     def sums(self, flats: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[tuple[Move, torch.Tensor]]]:
@@ -548,13 +544,9 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _lies(module: torch.nn.Module) -> Lies:
-    """Finds the place of every tensor of the model."""
-    return {name: _place(tensor) for name, tensor in model_tensors(module)}
-
-
-def _moved(before: Lies, after: Lies) -> set[str]:
-    return {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+def _lies(module: torch.nn.Module) -> set[tuple[str, tuple[object, ...]]]:
+    """Finds the place of every tensor of the model, by name."""
+    return {(name, _place(tensor)) for name, tensor in model_tensors(module)}
 
 
 def _holds(constant: Constant, flat: torch.Tensor) -> bool:

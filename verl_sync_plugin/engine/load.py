@@ -132,7 +132,7 @@ class ModelLoad:
         parameters have moved; then they hold rubbish, so the sync has to be loaded. Writes constants."""
         self._put_back()
         now, self._now = self._now or self._key.now(), None
-        if self._layout is None or now != self._layout:
+        if now != self._layout:
             self._introduce()
         if self.map.own_load or self.map.derives:
             self._places = Places(self._model.module)
@@ -189,9 +189,9 @@ class ModelLoad:
             for entry in entries:
                 found = (replace(piece, source=first + piece.source) for piece in entry.pieces)
                 pieces.setdefault(entry.name, []).extend(found)
-        held = [move for _, move in held_parts(self.map, self._dtypes, self._owners)]
-        parts_held = ((move, self._dtypes[move.tensor], pieces[self._names[move.tensor]]) for move in held)
-        self._held = HeldHashes(parts_held, self._copier)
+        held = (move for _, move in held_parts(self.map, self._dtypes, self._owners))
+        of_held = [(move, self._dtypes[move.tensor], pieces[self._names[move.tensor]]) for move in held]
+        self._held = HeldHashes(of_held, self._copier)
         how = "the kernel" if self._copier.kernel else "plain copies"
         how = f"the model's own load ({self.map.own_load})" if self.map.own_load else how
         say(f"{len(self._names)} tensors go by {how}")

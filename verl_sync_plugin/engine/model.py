@@ -14,10 +14,6 @@ FusedPairs = tuple[tuple[str, str], ...]
 class EngineModel(ABC):
     """Implemented once per rollout engine, in ``rollouts/<engine>/model.py``; made once per model.
 
-    Args:
-        module: see the attribute.
-        tp_rank: see the attribute.
-
     Attributes:
         engine: the engine's name, for messages.
         fused_pairs: suffixes of Hugging Face names of two tensors of which the model makes one. It must be given both
