@@ -35,7 +35,7 @@ class ModelTensors:
         self._chunks = chunks
         self._models = [unwrapped(chunk) for chunk in chunks]
         self._held: list[HeldTensor] = []
-        self._kinds: list[tuple[str, torch.Size, torch.dtype]] = []
+        self._kinds: list[tuple[torch.Size, torch.dtype]] = []
         self._devices: list[torch.device] = []
         self.tensors: list[torch.Tensor] = []
         homes: dict[int, tuple[dict[str, Any], str]] = {}  # by identity
@@ -48,12 +48,12 @@ class ModelTensors:
                 self._held.append(HeldTensor(name, buffer, len(self._held), number, *homes[id(weight)]))
 
     def find_tensors(self) -> tuple[bool, bool]:
-        """Looks the tensors up; a failure leaves everything as it was. Returns True, first, if names, shapes or dtypes
-        are others than the last time, and second, if any tensor is another object or elsewhere."""
+        """Looks the tensors up; a failure leaves everything as it was. Returns True, first, if shapes or dtypes are
+        others than the last time, and second, if any tensor is another object or elsewhere."""
         if any(unwrapped(chunk) is not model for chunk, model in zip(self._chunks, self._models, strict=True)):
             raise ValueError("the trainer's Megatron model is another one than in the first sync")
         tensors = [held.home[held.attribute] for held in self._held]
-        kinds = [(held.name, t.shape, t.dtype) for held, t in zip(self._held, tensors, strict=True)]
+        kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
         other = kinds != self._kinds
         devices = [tensor.device for tensor in tensors]
         moved = other or devices != self._devices or any(a is not b for a, b in zip(tensors, self.tensors, strict=True))

@@ -10,7 +10,7 @@ Source: ``LoRAMerge.merge`` of ``megatron.bridge.peft.lora`` for which factor is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -55,9 +55,7 @@ class MegatronTrainer(TrainerBackend):
         return MegatronSource(chunks, reader, self.policy, stream, self.device, bound, merges)
 
     def open_adapter(self, source: ParameterSource) -> ServedAdapter:
-        lora, bound = self.engine.model_config.lora, self.config.timeout_seconds
-        export = partial(self.engine.get_per_tensor_param, base_sync_done=True)
-        return BridgeAdapter(self.engine.module, lambda: export()[0], lora, bound)
+        return BridgeAdapter(self.engine, self.config.timeout_seconds)
 
     def stream(self, broken: bool = False) -> Stream:
         """Megatron-Bridge's export; LoRA merged, or left out where the engine serves it, and without the copy that it
@@ -149,7 +147,7 @@ class MegatronSource(Merging):
 
     def _changed(self) -> bool:
         other, moved = self._model.find_tensors()
-        if other or moved:
+        if moved:
             self.kept = None
         if other:
             self._bases = []
@@ -238,10 +236,6 @@ class MegatronSource(Merging):
         run = None if home is not None else tensor
         return Shard(base, partial(flat, tensor, home), self._mergers.get(name), run=run)
 
-    def weights_in(self, base: int) -> list[AdaptedWeight]:
-        weight = self._weights.get(self._mine.get(base, ""))
-        return [] if weight is None else [weight]
-
     def factor_bytes(self, base: int) -> int:
         part = self._parts[base]
         return 0 if part.adapter is None else part.adapter[1] * sum(part.shape) * torch.float32.itemsize
@@ -273,8 +267,8 @@ def _replica_of(members: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
         # Replicas are alike, so all ranks come to the same choice
         if tuple(dist.get_process_group_ranks(group)) in members:
             return group
-    groups = [dist.new_group(list(ranks)) for ranks in members]
-    return next(group for ranks, group in zip(members, groups, strict=True) if dist.get_rank() in ranks)
+    group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in members])
+    return group
 
 
 def _group(experts: bool) -> dist.ProcessGroup | None:
@@ -334,21 +328,18 @@ def _of(path: str, adapter: Any, held: dict[str, HeldTensor], names: dict[int, s
 
 class BridgeAdapter(ServedAdapter):
     """The bridge's own export of an adapter, once per sync: which rows of the small factors belong to which HF module
-    is the bridge's knowledge. ``open_stream`` yields them by HF name; ``lora`` is ``actor_rollout_ref.model.lora``."""
+    is the bridge's knowledge."""
 
-    def __init__(
-        self, chunks: list[torch.nn.Module], open_stream: Callable[[], Stream], lora: Any, timeout_seconds: float
-    ) -> None:
+    def __init__(self, engine: Any, timeout_seconds: float) -> None:
         from verl.utils.megatron_peft_utils import build_peft_config_for_vllm
 
-        self._chunks = chunks
-        self._open = open_stream
+        self._engine = engine
         self._guard = Guard(timeout_seconds)
-        self.settings = build_peft_config_for_vllm(lora)
+        self.settings = build_peft_config_for_vllm(engine.model_config.lora)
 
     def gather(self, run: str) -> Generator[None, None, dict[str, torch.Tensor]]:
         """Raises ValueError: whatever is trained next to the adapter would stay as it is in the engine."""
-        for chunk in map(unwrapped, self._chunks):
+        for chunk in map(unwrapped, self._engine.module):
             trained = [n for n, p in chunk.named_parameters() if p.requires_grad and p.numel() and ".adapter." not in n]
             rate = getattr(chunk.config, "moe_router_bias_update_rate", 1)
             if rate and getattr(chunk.config, "moe_router_enable_expert_bias", False):
@@ -356,4 +347,5 @@ class BridgeAdapter(ServedAdapter):
             refuse_unserved((name, TRAINED) for name in trained)
         yield
         with self._guard.watching(run):
-            return {f"base_model.model.{name}": tensor.detach() for name, tensor, *_ in self._open()}
+            factors, _ = self._engine.get_per_tensor_param(base_sync_done=True)
+            return {f"base_model.model.{name}": tensor.detach() for name, tensor, *_ in factors}
