@@ -135,10 +135,9 @@ class ScriptTrainer(TrainerBackend):
     """Opens ``Given`` with the backend of the engine of verl that would hold it. Merges adapters of PEFT."""
 
     engine: Given
-    _inner: TrainerBackend | None = None
 
     def open_source(self) -> ParameterSource:
-        given, self._inner = self.engine, None
+        given = self.engine
         if isinstance(given.source, Mapping):
             naming = Naming(self.policy, verl_rewrite(given.config.get("model_type")), unsaved=tied_head(given.config))
             return MadeForOneSync(lambda: given.source, naming)
@@ -149,11 +148,11 @@ class ScriptTrainer(TrainerBackend):
         backend: type[TrainerBackend] = FSDP1Trainer if given.kind == "fsdp" else FSDP2Trainer
         if given.kind == "megatron":
             from verl_sync_plugin.trainers.megatron.trainer import MegatronTrainer as backend
-        self._inner = backend(engine, self.config, self.device, self.rollout_dtype)
-        self._inner.policy = self.policy
-        if self._inner.serves_adapter:
+        inner = backend(engine, self.config, self.device, self.rollout_dtype)
+        inner.policy = self.policy
+        if inner.serves_adapter:
             raise ValueError("model.lora.merge=False: a script's engine serves merged weights. Set it to True.")
-        return self._inner.open_source()
+        return inner.open_source()
 
     @property
     def name(self) -> str:
