@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import _get_default_store
 
 from verl_sync_plugin.layout.tensors import Base, Shard, View
 from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_name
@@ -74,7 +74,7 @@ class Guard:
         except Exception as error:
             if dist.is_initialized() and dist.get_world_size() > 1:
                 said = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
-                _store().compare_set(f"{self._run}/failed", "", said)  # the first one tells the cause
+                _get_default_store().compare_set(f"{self._run}/failed", "", said)  # the first one tells the cause
             raise
         finally:
             for name, collective in stock.items():
@@ -85,7 +85,7 @@ class Guard:
         if size < 2:  # -1: this rank is no member
             return
         # By its ranks: these are the same on all of them, whatever groups each has made before
-        store, ranks = _store(), dist.get_process_group_ranks(group)
+        store, ranks = _get_default_store(), dist.get_process_group_ranks(group)
         name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
         count = self._counts[name] = self._counts.get(name, 0) + 1
         key = f"{self._run}/{name}/{count} {collective}"
@@ -108,10 +108,6 @@ class Guard:
             store.delete_key(f"{self._last[name]}/came")
             store.delete_key(self._last[name])
         self._last[name] = key
-
-
-def _store() -> Any:
-    return distributed_c10d._get_default_store()
 
 
 class StreamSource(ParameterSource):

@@ -119,7 +119,6 @@ class MegatronSource(Merging):
         self._policy = policy
         self._bases: list[Base] = []  # empty until the ranks have agreed
         self._parts: list[Part] = []  # of each base, on every rank
-        self._mine: dict[int, str] = {}  # base -> parameter of this rank
         self._model = ModelTensors(chunks)
         self._reader = reader
         self._otherwise = otherwise
@@ -172,10 +171,9 @@ class MegatronSource(Merging):
 
     def _match(self, layouts: list[RankLayout]) -> list[Base]:
         """Works out who sends what. Raises ValueError, the same on every rank, where the ranks disagree."""
-        rank = dist.get_rank()
-        ranks, units = next((ranks, units) for ranks, units in match(layouts).items() if rank in ranks)
+        ranks, units = next(each for each in match(layouts).items() if dist.get_rank() in each[0])
         bases: list[Base] = []
-        self._parts, self._mine = [], {}
+        self._parts = []
         sent = dict.fromkeys(ranks, 0)  # elements, so that all send about as much
         for unit in units:
             like = unit[0][0]
@@ -187,8 +185,6 @@ class MegatronSource(Merging):
                     continue
                 sender = min(holders, key=sent.__getitem__)
                 sent[sender] += prod(part.shape)
-                if sender == rank:
-                    self._mine[len(bases)] = part.name
                 lengths = tuple(prod(part.shape) if each == sender else 0 for each in ranks)
                 key = f"{part.name} (part {', '.join(map(str, part.place))})" if len(unit) > 1 else part.name
                 bases.append(Base(key, dtype_name(wire), wire.itemsize, lengths, part.views))
@@ -205,10 +201,10 @@ class MegatronSource(Merging):
                     self.factors.shards[key] = self._factor(weight, key, self._model.tensors[place])
         if self.kept is not None and not self._offloaded:
             return self.kept
-        mine = self._mine
+        rank = self.rank
         found = [
-            self._shard(base, mine[index]) if index in mine else Shard(base, partial(torch.empty, 0))
-            for index, base in enumerate(self._bases)
+            self._shard(base, part.name) if base.held(rank) else Shard(base, partial(torch.empty, 0))
+            for base, part in zip(self._bases, self._parts, strict=True)
         ]
         if not self._offloaded:
             self.kept = found
