@@ -83,8 +83,7 @@ def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
     """The model inside Megatron's wrappers (DDP, mixed precision)."""
     from verl.utils.megatron_utils import unwrap_model
 
-    module = unwrap_model(chunk)
-    assert isinstance(module, torch.nn.Module)
+    module: torch.nn.Module = unwrap_model(chunk)
     return module
 
 
