@@ -30,7 +30,7 @@ from verl_sync_plugin.trainers.lora import TRAINED, Merge, Merging, refuse_unser
 from verl_sync_plugin.trainers.megatron.bridge import ADAPTED, BridgeReader, NotACopyError
 from verl_sync_plugin.trainers.megatron.model import HeldTensor, ModelTensors, flat, unwrapped
 from verl_sync_plugin.trainers.megatron.parts import Part, RankLayout, match, replicas
-from verl_sync_plugin.trainers.megatron.stream import Guard, Stream, StreamSource
+from verl_sync_plugin.trainers.megatron.stream import Guard, StreamSource
 from verl_sync_plugin.trainers.naming import tied_head
 from verl_sync_plugin.transport.agreement import Agreement
 
@@ -49,15 +49,15 @@ class MegatronTrainer(TrainerBackend):
 
     def open_source(self) -> ParameterSource:
         refuse_engine(self.engine)
-        chunks, bound, merges = self.engine.module, self.config.timeout_seconds, self._peft and not self.serves_adapter
-        reader = BridgeReader(self.engine.bridge, chunks, bound)
+        bound, merges = self.config.timeout_seconds, self._peft and not self.serves_adapter
+        reader = BridgeReader(self.engine.bridge, bound)
         stream = StreamSource(self.stream, self.policy, bound)
-        return MegatronSource(chunks, reader, self.policy, stream, self.device, bound, merges)
+        return MegatronSource(self.engine.module, reader, self.policy, stream, self.device, bound, merges)
 
     def open_adapter(self, source: ParameterSource) -> ServedAdapter:
         return BridgeAdapter(self.engine, self.config.timeout_seconds)
 
-    def stream(self, broken: bool = False) -> Stream:
+    def stream(self, broken: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Megatron-Bridge's export; LoRA merged, or left out where the engine serves it, and without the copy that it
         makes of a tied embedding. ``broken``: the last one may have been broken off, and the bridge's tasks keep what
         only some ranks have heard, so new ones are made."""
@@ -65,6 +65,7 @@ class MegatronTrainer(TrainerBackend):
             self.engine._hf_export_tasks = None
         stream, _ = self.engine.get_per_tensor_param()
         left_out = tied_head(self.engine.model_config.hf_config.to_dict())
+        # Some releases of Megatron-Bridge add its own name
         return ((n.replace(".base_layer.", "."), tensor) for n, tensor, *_ in stream if n not in left_out)
 
 
