@@ -120,23 +120,19 @@ class LoRAWeight(Weight):
 class Adapters:
     """The adapters of a PEFT model that compute when this is made; a later sync that finds others would send weights
     that nobody trains. Raises ValueError, with the module's name, for an adapter that cannot be merged, and where
-    several are active. ``weights`` are all adapted weights, by the names of the state dict."""
+    several are active. ``weights`` are all adapted weights by the names that ``rename`` gives to state-dict keys."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, rename: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> None:
         from peft.tuners.lora import LoraLayer
 
         refuse_others(model)
-        self.weights: list[LoRAWeight] = []
+        found: dict[str, LoRAWeight] = {}
         self._modules: list[tuple[str, Any, tuple[tuple[str, ...], bool, bool, list[Any]]]] = []
         for wrapped, module in model.named_modules():
             if isinstance(module, LoraLayer):
                 self._modules.append((clean_name(wrapped), module, _state(module)))
-                self.weights += _of_layer(clean_name(wrapped), module)
-
-    def rename(self, rename: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Gives the weights the names that ``rename`` gives to state-dict keys."""
-        named = rename({each.name: each for each in self.weights})
-        self.weights = [replace(weight, name=name) for name, weight in named.items()]
+                found |= {weight.name: weight for weight in _of_layer(clean_name(wrapped), module)}
+        self.weights = {name: replace(weight, name=name) for name, weight in rename(found).items()}
 
     def check(self) -> None:
         """Raises ValueError, with the name of a module, when other adapters are in use by now."""

@@ -210,7 +210,7 @@ class MergingSource(Merging):
         super().__init__(device, timeout_seconds, merges)
         self._inner = inner
         self._adapters = adapters
-        self.weights = {weight.name: weight for weight in adapters.weights}
+        self.weights = adapters.weights
         self.exported: list[tuple[Shard, tuple[Target, ...]]] = []  # what travels, and what is merged into it
         self._recipes: dict[str, Recipe] = {}
         self._checked = False
