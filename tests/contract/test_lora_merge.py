@@ -102,7 +102,7 @@ def test_merge_equals_pefts(layout: Layout, variant: Variant) -> None:
     check_syncs(source, expected, lambda: change(module), [module], check_merged, rounds=1)
     if layout.units:
         assert {type(each).__name__ for each in module.modules()} >= {"FSDPLinear", "FSDPEmbedding"}
-        assert {weight.kind for weight in source.weights.values()} == {"linear", "embedding"}
+        assert {weight.transposed for weight in source.weights.values()} == {False, True}, "layers and an embedding"
 
 
 @pytest.mark.parametrize("layout", [Layout((2,)), fsdp1(2, True)], ids=str)

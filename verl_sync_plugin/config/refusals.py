@@ -125,14 +125,10 @@ def refuse_combinations(config: Any, moves: bool) -> None:
         legacy = v1 and not trainer.get("use_v1", True)
         other = "trainer.use_v1=False" if legacy else f"{MODE_KEY}={mode}"
         instead = f"Set trainer.use_v1=True and {MODE_KEY}={SEPARATE_ASYNC}, or {BACKEND_KEY}=naive"
+        lacks, in_mode = not gpus and (mode == SEPARATE_ASYNC or own), mode and f" with {MODE_KEY}={mode}"
         refuse_first(
             f"{where}.nnodes={nodes} and {where}.n_gpus_per_node={each}",
-            (
-                not gpus and (mode == SEPARATE_ASYNC or own),
-                mode and f" with {MODE_KEY}={mode}",
-                none,
-                f"Set both, {both}",
-            ),
+            (lacks, in_mode, none, f"Set both, {both}"),
             (0 < gpus < needed, "", few, "Give it more, or make the engine smaller"),
         )
         refuse_first(f"{BACKEND_KEY}={backend} with ", (legacy or mode in COLOCATED_MODES, other, shares, instead))

@@ -33,7 +33,6 @@ from verl_sync_plugin.config.refusals import (
     OUR_BACKEND,
     SEPARATE_ASYNC,
     refuse_combinations,
-    refuse_first,
     refuse_megatron_lora,
     refuse_values,
 )
@@ -88,18 +87,17 @@ def apply_keys(config: DictConfig, overrides: Sequence[str] = (), program: str =
     on = program not in WITHOUT_SYNC and syncs(actor_rollout_ref, overrides)
     ours = moves(rollout) or on_trainers_gpus(config)
     unserved = stepping_aside(actor_rollout_ref, overrides, ours) if on else ""
+    without = f", without {', '.join(rest)}" if (rest := changed(rollout)) else ""
     if unserved or not on:
         if not resolved and not sync_config_of(rollout).enabled:  # by the user, and not by the line below
             refuse_unread_rank(actor_rollout_ref.model, OmegaConf.select(actor_rollout_ref, "actor.strategy"))
-        dropped = ", ".join(changed(rollout))
         leave_to_verl(rollout, resolved)
-        return unserved or f"{OFF}{dropped and f', without {dropped}'}"
+        return unserved or f"{OFF}{without}"
     apply_rollout_keys(rollout, resolved)
     check_rollout(rollout, ours)
     refuse_values(MODEL, actor_rollout_ref.model)
     refuse_combinations(config, ours)
     settle_trainer(actor_rollout_ref, ours)
-    without = f", without {', '.join(rest)}" if (rest := changed(rollout)) else ""
     if not ours:
         return f"{OFF}{without}"
     if not moves(rollout) and OmegaConf.select(config, MODE_KEY) == SEPARATE_ASYNC:
@@ -116,12 +114,12 @@ def syncs(actor_rollout_ref: Any, overrides: Sequence[str]) -> bool:
     """True if the plugin is on for this trainer and a rollout that it serves."""
     rollout = actor_rollout_ref.rollout
     separate, enabled = backend_of(rollout) == SEPARATE_BACKEND, sync_config_of(rollout).enabled
-    remedy = f"Set {KEY_PREFIX}.enabled=True, or another backend, such as nccl"
-    mine = separate and not enabled, OUR_BACKEND, "that backend is the plugin's", remedy
-    refuse_first(f"{KEY_PREFIX}.enabled=False with ", mine)
-    shares, other = separate or actor_rollout_ref.get("hybrid_engine", True), "actor_rollout_ref.hybrid_engine=False"
+    if separate and not enabled:
+        remedy = f"Set {KEY_PREFIX}.enabled=True, or another backend, such as nccl"
+        raise ValueError(f"{KEY_PREFIX}.enabled=False with {OUR_BACKEND}: that backend is the plugin's. {remedy}.")
+    shares = separate or actor_rollout_ref.get("hybrid_engine", True)
     if enabled and not shares:
-        refuse_dropped(rollout, overrides, other, f"set {OUR_BACKEND}")
+        refuse_dropped(rollout, overrides, "actor_rollout_ref.hybrid_engine=False", f"set {OUR_BACKEND}")
     return bool(enabled and shares)
 
 
@@ -225,8 +223,7 @@ def apply_rollout_keys(rollout: DictConfig, resolved: bool) -> None:
         if not (ours and hydra_source.given(rollout, "multi_stage_wake_up", True)):
             rollout.multi_stage_wake_up = True
     if backend_of(rollout) == SEPARATE_BACKEND:  # of all the rollout's keys, verl hands it only these
-        sync = OmegaConf.to_container(OmegaConf.select(rollout, "custom.sync") or OmegaConf.create({}), resolve=True)
-        settings = {"sync": sync, "dtype": str(rollout.dtype), "rollout": str(rollout.name)}
+        settings = {"sync": asdict(sync_config_of(rollout)), "dtype": str(rollout.dtype), "rollout": str(rollout.name)}
         OmegaConf.update(rollout, f"checkpoint_engine.engine_kwargs.{SEPARATE_BACKEND}", settings, force_add=True)
 
 
@@ -341,11 +338,11 @@ def _refuse_unsettled(config: DictConfig, settled: DictConfig, line: str) -> Non
     if job == "main_ppo" and v1 is True and own is None:  # that of one_step_off has nodes of its own
         return
     todo = [f"{KEY_PREFIX}.enabled=False"] if line.startswith(NOT_IN_USE) else []
-    if (wanted := OmegaConf.select(settled, "actor_rollout_ref.model")) is not None:
-        for key in wanted:
-            value = OmegaConf.select(wanted, key)
-            if key != "lora" and value != OmegaConf.select(config, f"actor_rollout_ref.model.{key}"):
-                todo.append(f"++actor_rollout_ref.model.{key}={value}")
+    wanted: Any = OmegaConf.select(settled, MODEL) or {}
+    for key in wanted:
+        value = OmegaConf.select(wanted, key)
+        if key != "lora" and value != OmegaConf.select(config, f"{MODEL}.{key}"):
+            todo.append(f"++{MODEL}.{key}={value}")
     if todo:
         add = f"add {' '.join(todo)}, which cannot be set for you here"
         raise ValueError(f"--multirun without verl's V1 trainers: {add}.")

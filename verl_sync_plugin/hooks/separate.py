@@ -137,7 +137,6 @@ class SyncCheckpointEngine(CheckpointEngine):
     def receive_weights(self, global_steps: int | None = None, **more: Any) -> Membership:
         """verl passes the result, unread, to our rollout adapter in place of a weight stream."""
         say_unused("receive_weights", more)
-        assert self._membership.ranks is not None, "init_process_group() comes first"
         return self._membership
 
 
@@ -215,16 +214,11 @@ class OutlivingManager(CheckpointEngineManager):
 
 def dead_among(replicas: Sequence[Any]) -> list[Any]:
     """Finds replicas of which a process is dead: one of verl's workers, a server, or one of SGLang's own."""
-    asked = {
-        replica: [
-            *(worker.__ray_ready__.remote() for worker in replica.workers),
-            *(server.engine_alive.remote() for server in replica.servers),
-        ]
-        for replica in replicas
-    }
-    everything = [reference for references in asked.values() for reference in references]
-    heard = set(ray.wait(everything, num_returns=len(everything), timeout=ANSWER_SECONDS)[0])
-    return [replica for replica, references in asked.items() if any(_says_dead(r) for r in references if r in heard)]
+    asked = {worker.__ray_ready__.remote(): replica for replica in replicas for worker in replica.workers}
+    asked |= {server.engine_alive.remote(): replica for replica in replicas for server in replica.servers}
+    heard, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
+    dead = [asked[answer] for answer in heard if _says_dead(answer)]
+    return [replica for replica in replicas if replica in dead]
 
 
 def _says_dead(answer: ray.ObjectRef) -> bool:

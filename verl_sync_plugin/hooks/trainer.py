@@ -52,9 +52,12 @@ class SyncTrainerMixin:
             self.standalone_checkpoint_manager = OutlivingManager(manager, self.standalone_server_manager)
 
     def get_llm_client(self: Any, **more: Any) -> Any:
-        """verl's client of the rollout; for a separate one that the plugin syncs, ours."""
+        """verl's client of the rollout; ours in place of the one that asks again for what a separate rollout, which the
+        plugin syncs, has aborted."""
         client = super().get_llm_client(**more)  # type: ignore[misc]
-        return of_separate_rollout(client) if syncs_separate(self.config.actor_rollout_ref.rollout) else client
+        if syncs_separate(self.config.actor_rollout_ref.rollout) and type(client) is FullyAsyncLLMServerClient:
+            client.__class__ = SeparateLLMServerClient
+        return client
 
     def _compute_old_log_prob(self: Any, batch: Any, metrics: dict[str, Any], **more: Any) -> Any:
         """verl's step that compares the probabilities of engine and trainer; the actor's update comes later. Raises
@@ -160,12 +163,3 @@ class SeparateLLMServerClient(FullyAsyncLLMServerClient, _Outliving):
         if noted[0] is not None:
             output.extra_fields["min_global_steps"] = noted[0]
         return output
-
-
-def of_separate_rollout(client: Any) -> Any:
-    """Returns ``client`` as ours where it is verl's that asks again for what was aborted."""
-    if type(client) is not FullyAsyncLLMServerClient:
-        return client
-    ours = object.__new__(SeparateLLMServerClient)
-    ours.__dict__.update(vars(client))
-    return ours

@@ -6,9 +6,9 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -66,9 +66,6 @@ def refuse_others(model: torch.nn.Module) -> None:
         raise ValueError(f"PEFT's adapters were put into a {type(model).__name__} itself. Use peft.get_peft_model.")
 
 
-Kind = Literal["linear", "embedding", "experts"]  # PEFT's ways to make a delta of factors
-
-
 @dataclass(frozen=True)
 class Weight(ABC):
     """An adapted weight of any trainer: its ``name`` in messages, and the keys of its factors ``a`` and ``b``. It
@@ -77,7 +74,7 @@ class Weight(ABC):
     name: str
     a: str
     b: str
-    matrices: ClassVar[int] = 1
+    matrices: int = field(default=1, kw_only=True)
 
     @property
     @abstractmethod
@@ -96,27 +93,16 @@ class Weight(ABC):
 
 @dataclass(frozen=True)
 class LoRAWeight(Weight):
-    """One adapted weight, by its HF name: PEFT's layer, the active adapter, and how the factors make the delta. Keys
-    are those of the state dict."""
+    """One adapted weight, by its HF name: PEFT's layer, the active adapter, and whether the weight is stored (in, out).
+    Keys are those of the state dict."""
 
     layer: Any
     adapter: str
-    kind: Kind
+    transposed: bool
 
     @property
     def scaling(self) -> float:
         return float(self.layer.scaling[self.adapter])
-
-    @cached_property
-    def matrices(self) -> int:  # type: ignore[override]
-        return int(self.layer.num_experts) if self.kind == "experts" else 1
-
-    @cached_property
-    def transposed(self) -> bool:
-        """True if the weight is stored (in, out)."""
-        if self.kind == "experts":
-            return not self.layer._did_swap_in_out_features
-        return self.kind == "embedding" or (self.kind == "linear" and bool(self.layer.fan_in_fan_out))
 
     def product(self, factors: Mapping[str, torch.Tensor], number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Takes factors A ``(r, in)`` and B ``(out, r)``; of an embedding ``(r, num_embeddings)`` and ``(embedding_dim,
@@ -125,7 +111,7 @@ class LoRAWeight(Weight):
         Source: ``get_delta_weight`` in ``peft.tuners.lora.layer``.
         """
         a, b = factors[self.a], factors[self.b]
-        if self.kind == "experts":  # PEFT keeps A expert by expert, but B rank by rank
+        if self.matrices > 1:  # PEFT keeps A expert by expert, but B rank by rank
             a = a.unflatten(0, (self.matrices, -1))[number]
             b = b.unflatten(1, (-1, self.matrices))[..., number]
         return (a.T, b.T) if self.transposed else (b, a)
@@ -134,23 +120,19 @@ class LoRAWeight(Weight):
 class Adapters:
     """The adapters of a PEFT model that compute when this is made; a later sync that finds others would send weights
     that nobody trains. Raises ValueError, with the module's name, for an adapter that cannot be merged, and where
-    several are active. ``weights`` are all adapted weights, by the names of the state dict."""
+    several are active. ``weights`` are all adapted weights by the names that ``rename`` gives to state-dict keys."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, rename: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> None:
         from peft.tuners.lora import LoraLayer
 
         refuse_others(model)
-        self.weights: list[LoRAWeight] = []
+        found: dict[str, LoRAWeight] = {}
         self._modules: list[tuple[str, Any, tuple[tuple[str, ...], bool, bool, list[Any]]]] = []
         for wrapped, module in model.named_modules():
             if isinstance(module, LoraLayer):
                 self._modules.append((clean_name(wrapped), module, _state(module)))
-                self.weights += _of_layer(clean_name(wrapped), module)
-
-    def rename(self, rename: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Gives the weights the names that ``rename`` gives to state-dict keys."""
-        named = rename({each.name: each for each in self.weights})
-        self.weights = [replace(weight, name=name) for name, weight in named.items()]
+                found |= {weight.name: weight for weight in _of_layer(clean_name(wrapped), module)}
+        self.weights = {name: replace(weight, name=name) for name, weight in rename(found).items()}
 
     def check(self) -> None:
         """Raises ValueError, with the name of a module, when other adapters are in use by now."""
@@ -182,41 +164,35 @@ def refuse_incomplete(weights: Mapping[str, LoRAWeight], exported: Container[str
 
 
 def _of_layer(name: str, layer: Any) -> Iterator[LoRAWeight]:
+    from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
+
     for adapter in layer.active_adapters:
         if adapter not in layer.scaling:
             continue
-        kind = _kind(name, layer)
+        # FSDP2 puts a class of its own before a layer's
+        kind: Any = next(each for each in type(layer).__mro__ if not issubclass(each, FSDPModule))
+        if kind not in (Linear, Embedding, ParamWrapper):
+            raise ValueError(f"LoRA module {name!r} is a {kind.__name__}: weight sync cannot merge it. {LEAVE_OUT}.")
         _refuse(name, layer, adapter)
-        factor = f"{name}.lora_{{}}.{adapter}.weight"
-        if kind == "embedding":
-            factor = f"{name}.lora_embedding_{{}}.{adapter}"
+        factor = f"{name}.lora_embedding_{{}}.{adapter}" if kind is Embedding else f"{name}.lora_{{}}.{adapter}.weight"
         a, b = factor.format("A"), factor.format("B")
-        parameter = getattr(layer, "parameter_name", None) or "weight"
-        yield LoRAWeight(f"{name}.base_layer.{parameter}", a, b, layer, adapter, kind)
-
-
-def _kind(name: str, layer: Any) -> Kind:
-    from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
-
-    # FSDP2 puts a class of its own before a layer's
-    found: Any = next(each for each in type(layer).__mro__ if not issubclass(each, FSDPModule))
-    if found is ParamWrapper:
-        return "experts" if layer.num_experts > 1 else "linear"
-    if found not in (Linear, Embedding):
-        raise ValueError(f"LoRA module {name!r} is a {found.__name__}: weight sync cannot merge it. {LEAVE_OUT}.")
-    return "linear" if found is Linear else "embedding"
+        parameter, experts = "weight", 1
+        if kind is ParamWrapper:
+            parameter, experts = layer.parameter_name, layer.num_experts
+        transposed = kind is Embedding or bool(layer.fan_in_fan_out)
+        if experts > 1:
+            transposed = not layer._did_swap_in_out_features
+        weight = f"{name}.base_layer.{parameter}"
+        yield LoRAWeight(weight, a, b, layer, adapter, transposed, matrices=experts)
 
 
 def _refuse(name: str, layer: Any, adapter: str) -> None:
-    problem = ""
-    variant = getattr(layer, "lora_variant", {}).get(adapter)
-    if layer.disable_adapters:
-        problem = "is switched off. Switch it on"
-    elif layer.merged:
-        problem = "is merged into its base weight already. Unmerge it"
-    elif len(layer.active_adapters) > 1:
-        problem = f"has several active adapters {layer.active_adapters}. Activate one, by set_adapter()"
-    elif variant is not None:
-        problem = f"uses the variant {type(variant).__name__}, which weight sync cannot merge. {REMEDY}"
-    if problem:
-        raise ValueError(f"LoRA module {name!r} {problem}.")
+    active, variant = layer.active_adapters, getattr(layer, "lora_variant", {}).get(adapter)
+    for applies, problem in (
+        (layer.disable_adapters, "is switched off. Switch it on"),
+        (layer.merged, "is merged into its base weight already. Unmerge it"),
+        (len(active) > 1, f"has several active adapters {active}. Activate one, by set_adapter()"),
+        (variant is not None, f"uses the variant {type(variant).__name__}, which weight sync cannot merge. {REMEDY}"),
+    ):
+        if applies:
+            raise ValueError(f"LoRA module {name!r} {problem}.")

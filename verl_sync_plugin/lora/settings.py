@@ -106,14 +106,19 @@ def refuse_lora(model: Any, strategy: str, engine: Rollout) -> None:
     where = f"{MODEL}.target_modules={plain['target_modules']!r}"
     if path is not None:
         where = f"{MODEL}.lora_adapter_path={path!r}"
-        try:
-            settings = json.loads((Path(path).expanduser() / "adapter_config.json").read_text())
-        except (OSError, ValueError):  # this machine cannot read it
+        if not (settings := _content(path, "adapter_config.json")):
             return
         refuse_config(where, settings)
         if not (plain.get("lora") or {}).get("merge"):
             _refuse_existing(plain, where, settings, engine)
     _refuse_ends(plain, where, settings, strategy)
+
+
+def _content(folder: str, name: str) -> dict[str, Any]:
+    """The content of a JSON file; empty where this machine cannot read it."""
+    with suppress(OSError, ValueError):
+        return dict(json.loads((Path(folder).expanduser() / name).read_text()))
+    return {}
 
 
 def refuse_unread_rank(model: Any, strategy: str, cause: str = "custom.sync.enabled=False") -> None:
@@ -150,10 +155,7 @@ def _refuse_existing(plain: Mapping[str, Any], where: str, settings: Mapping[str
 
 def _refuse_ends(plain: Mapping[str, Any], where: str, settings: Mapping[str, Any], strategy: str) -> None:
     """Raises ValueError for an adapted embedding or head that is tied and merged, or that verl cannot shard."""
-    config: dict[str, Any] = {}  # of a model that is not in a folder here
-    with suppress(OSError, ValueError):
-        folder = Path(plain.get("hf_config_path") or plain["path"]).expanduser()
-        config = json.loads((folder / "config.json").read_text())
+    config = _content(plain.get("hf_config_path") or plain["path"], "config.json")
     overrides = plain.get("override_config") or {}
     tied = {**config, **overrides.get("model_config", overrides)}.get("tie_word_embeddings")
     if tied is None or settings.get("target_modules") in (None, "all-linear"):  # PEFT leaves the head out of all-linear

@@ -42,12 +42,11 @@ class FSDPTrainer(TrainerBackend):
             raise ValueError(f"{ACTOR}.fsdp_config.qat.enable=True: {NO_QAT}; {TURN_OFF}.")
         if not self._peft:
             return self._plain_source()
-        found = Adapters(self._model)
-        adapters = {weight.adapter for weight in found.weights}
+        found = Adapters(self._model, self._rename)
+        adapters = {weight.adapter for weight in found.weights.values()}
         if self.serves_adapter and (adapters != {ADAPTER} or self.adapter_config is None):
             why = f"the engine serves the adapter {ADAPTER!r}, and in use are {sorted(adapters)}"
             raise ValueError(f"{MODEL}.lora.merge=False: {why}. Set {MODEL}.lora.merge=True, which serves them merged.")
-        found.rename(self._rename)
         bound, merges = self.config.timeout_seconds, not self.serves_adapter
         return MergingSource(self._plain_source(), found, self.device, bound, merges)
 

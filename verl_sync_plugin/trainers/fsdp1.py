@@ -63,23 +63,16 @@ class FSDP1Source(ParameterSource):
             edges = [min(each * own.numel(), full) for each in range(handle.world_size + 1)]  # of the ranks' runs
         key = (unit, flat.dtype, *edges)
         if key not in self._known:
-            self._known[key] = [self._cut(flat, start, held, edges) for start, held in self._find_members(unit, flat)]
+            self._known[key] = list(self._cut(unit, flat, edges))
         own = own.detach().reshape(-1)
         for base, members, start in self._known[key]:
             count = base.held(rank)
             run = own.narrow(0, max(start - edges[rank], 0) if count else 0, count)
             yield Shard(base, partial(run.reshape, -1), members=members, run=run)
 
-    def _cut(
-        self, flat: Any, start: int, held: list[ParameterName], edges: list[int]
-    ) -> tuple[Base, tuple[ParameterName, ...], int]:
-        """One parameter of a flat one, under all its names, as a base: of each rank's run what is in it."""
-        end = start + prod(held[0].shape)
-        lengths = tuple(max(min(high, end) - max(low, start), 0) for low, high in pairwise(edges))
-        return self._naming.base_of(held[0].name, held, flat.dtype, lengths), tuple(held), start
-
-    def _find_members(self, unit: str, flat: Any) -> list[tuple[int, list[ParameterName]]]:
-        """Every parameter in a flat parameter and where it begins; shared ones under all their names."""
+    def _cut(self, unit: str, flat: Any, edges: list[int]) -> Iterator[tuple[Base, tuple[ParameterName, ...], int]]:
+        """Every parameter in a flat one as a base (of each rank's run what is in it), with all its names, and where it
+        begins."""
         offsets = accumulate(flat._numels_with_padding, initial=0)
         starts = [at for at, padding in zip(offsets, flat._is_padding_mask, strict=False) if not padding]
         places: dict[str, tuple[int, tuple[int, ...], tuple[int, ...] | None]] = {}
@@ -92,7 +85,10 @@ class FSDP1Source(ParameterSource):
         found: dict[tuple[Any, ...], list[ParameterName]] = defaultdict(list)
         for name, place in self._naming.rename(places).items():
             found[place].append(ParameterName(name, *place[1:]))
-        return [(place[0], held) for place, held in found.items()]
+        for (start, shape, _), members in found.items():
+            end = start + prod(shape)
+            lengths = tuple(max(min(high, end) - max(low, start), 0) for low, high in pairwise(edges))
+            yield self._naming.base_of(members[0].name, members, flat.dtype, lengths), tuple(members), start
 
 
 def _strides(name: str, shape: tuple[int, ...], held: tuple[int, ...]) -> tuple[int, ...] | None:

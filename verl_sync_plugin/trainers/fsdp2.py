@@ -98,16 +98,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    held = local(tensor)
-    return held.untyped_storage()._cdata, held.storage_offset(), tuple(tensor.shape), held.stride()
-
-
 def _tied(state: State) -> list[list[str]]:
     """Names by storage: tied parameters (embedding and head) travel once, under all their names."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in state.items():
-        groups.setdefault(identity(tensor), []).append(name)
+        held = local(tensor)
+        place = held.untyped_storage()._cdata, held.storage_offset(), tuple(tensor.shape), held.stride()
+        groups.setdefault(place, []).append(name)
     return list(groups.values())
 
 

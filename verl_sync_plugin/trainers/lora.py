@@ -27,7 +27,6 @@ from verl_sync_plugin.transport.agreement import take_part, until
 # an exchange over gloo and a collective
 GATHER_BYTES = 64 << 20
 TRAINED = "changes in training, but is no part of the adapter, so the engine would not get it"
-Gathering = Generator[None, None, dict[str, torch.Tensor]]  # whole factors, by state-dict key
 Merge = Callable[[torch.Tensor, int], torch.Tensor]  # see ``Shard.merge``
 
 
@@ -62,7 +61,7 @@ class FactorStore:
 
     def gather(
         self, keys: Sequence[str], group: dist.ProcessGroup | None, dtype: torch.dtype | None = None
-    ) -> Gathering:
+    ) -> Generator[None, None, dict[str, torch.Tensor]]:
         """Whole factors, in ``dtype`` or the trainer's. Collective over ``group``, their owners, with the same keys on
         all ranks; where there is one, yields once, right before the collectives. Peak device memory: the factors twice,
         and this rank's part."""
@@ -136,8 +135,6 @@ class Merging(ParameterSource):
     _gather_bytes = GATHER_BYTES
 
     def __init__(self, device: torch.device, timeout_seconds: float, merges: bool) -> None:
-        self._device = device
-        self._timeout = timeout_seconds
         self._merges = merges
         self._scratch = Scratch(device)
         self.factors = FactorStore(device, timeout_seconds)
@@ -147,10 +144,6 @@ class Merging(ParameterSource):
     @property
     def prepares(self) -> bool:
         return self._merges
-
-    @abstractmethod
-    def weights_in(self, base: int) -> Sequence[Weight]:
-        """The adapted weights in this rank's part of a base."""
 
     @abstractmethod
     def factor_bytes(self, base: int) -> int:
@@ -217,7 +210,7 @@ class MergingSource(Merging):
         super().__init__(device, timeout_seconds, merges)
         self._inner = inner
         self._adapters = adapters
-        self.weights = {weight.name: weight for weight in adapters.weights}
+        self.weights = adapters.weights
         self.exported: list[tuple[Shard, tuple[Target, ...]]] = []  # what travels, and what is merged into it
         self._recipes: dict[str, Recipe] = {}
         self._checked = False
@@ -267,6 +260,7 @@ class MergingSource(Merging):
             yield from targets_of(weight, member.shape)
 
     def weights_in(self, base: int) -> list[Weight]:
+        """The adapted weights in a base."""
         return list({target.weight.name: target.weight for target in self.exported[base][1]}.values())
 
     def factor_bytes(self, base: int) -> int:

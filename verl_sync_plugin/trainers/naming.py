@@ -27,7 +27,7 @@ Rename = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def unsaved_of(model: Any) -> frozenset[str]:
-    """The names that a model of transformers ties to others; see ``saved_names``."""
+    """The names that a model of transformers ties to others; see ``Naming``."""
     return frozenset(getattr(model, "all_tied_weights_keys", None) or ())
 
 
@@ -38,16 +38,11 @@ def tied_head(config: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(("lm_head.weight",) if tied else ())
 
 
-def saved_names(names: list[str], unsaved: frozenset[str]) -> list[str]:
-    """The names of one parameter, tied or not, under which a checkpoint holds it. ``unsaved`` are those that the model
-    ties to others: transformers leaves them out, and some of SGLang's classes (Gemma 3) do not know them."""
-    return [name for name in names if name not in unsaved] or names
-
-
 @dataclass(frozen=True)
 class Naming:
     """Decides how each tensor of a trainer travels: its dtype, its names in a checkpoint, its number of parts.
-    ``rewrite`` and ``rename``, of a state dict's names, are verl's; ``unsaved``: see ``saved_names``."""
+    ``rewrite`` and ``rename``, of a state dict's names, are verl's. ``unsaved`` are names that the model ties to
+    others: transformers leaves them out of a checkpoint, and some of SGLang's classes (Gemma 3) do not know them."""
 
     policy: WirePolicy
     rewrite: Rewrite
@@ -68,10 +63,9 @@ class Naming:
     ) -> Base:
         """The base of one tensor, which is ``held`` under each of its names. A ``parameter`` travels in the wire dtype,
         else it travels as it is."""
-        names = [member.name for member in held]
-        saved = saved_names(names, self.unsaved)
-        views = [view for each in held if each.name in saved for view in hf_views(each, dtype, self.rewrite)]
-        names += (view.name for view in views)
+        saved = [each for each in held if each.name not in self.unsaved] or held
+        views = [view for each in saved for view in hf_views(each, dtype, self.rewrite)]
+        names = [each.name for each in held] + [view.name for view in views]
         wire = self.policy.of_parameter(names, dtype) if parameter else dtype
         return Base(key, dtype_name(wire), wire.itemsize, lengths, tuple(views))
 

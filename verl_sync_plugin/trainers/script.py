@@ -72,9 +72,9 @@ def kind_of(source: Any) -> str:
     inner = [name for name, module in source.named_modules() if isinstance(module, FullyShardedDataParallel)]
     if inner:
         raise ValueError(f"module {inner[0]!r} is wrapped by FSDP1 and the root is not. Wrap the root, too.")
-    if not hasattr(unwrapped(source), "config"):
+    if not hasattr(model := unwrapped(source), "config"):
         raise ValueError(
-            f"a {type(unwrapped(source)).__name__} has no config, which says how a checkpoint names its tensors. Give "
+            f"a {type(model).__name__} has no config, which says how a checkpoint names its tensors. Give "
             "a model of transformers, or a state dict with the names of a checkpoint."
         )
     refuse_meshes(source.named_parameters())
@@ -92,10 +92,8 @@ def refuse_meshes(named: Iterable[tuple[str, torch.Tensor]]) -> None:
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The model inside DDP and FSDP1."""
-    if isinstance(module, DistributedDataParallel):
-        module = module.module
-    return getattr(module, "_fsdp_wrapped_module", module)
+    """The model inside DDP."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
 
 
 class MadeForOneSync(StateDictSource):
@@ -135,25 +133,23 @@ class ScriptTrainer(TrainerBackend):
     """Opens ``Given`` with the backend of the engine of verl that would hold it. Merges adapters of PEFT."""
 
     engine: Given
-    _inner: TrainerBackend | None = None
 
     def open_source(self) -> ParameterSource:
-        given, self._inner = self.engine, None
+        given = self.engine
         if isinstance(given.source, Mapping):
             naming = Naming(self.policy, verl_rewrite(given.config.get("model_type")), unsaved=tied_head(given.config))
             return MadeForOneSync(lambda: given.source, naming)
         engine: Any = given.source
         if isinstance(engine, torch.nn.Module):
-            module = engine.module if isinstance(engine, DistributedDataParallel) else engine
-            engine = SimpleNamespace(module=module, model_config=SimpleNamespace(lora={"merge": True}))
+            engine = SimpleNamespace(module=unwrapped(engine), model_config=SimpleNamespace(lora={"merge": True}))
         backend: type[TrainerBackend] = FSDP1Trainer if given.kind == "fsdp" else FSDP2Trainer
         if given.kind == "megatron":
             from verl_sync_plugin.trainers.megatron.trainer import MegatronTrainer as backend
-        self._inner = backend(engine, self.config, self.device, self.rollout_dtype)
-        self._inner.policy = self.policy
-        if self._inner.serves_adapter:
+        inner = backend(engine, self.config, self.device, self.rollout_dtype)
+        inner.policy = self.policy
+        if inner.serves_adapter:
             raise ValueError("model.lora.merge=False: a script's engine serves merged weights. Set it to True.")
-        return self._inner.open_source()
+        return inner.open_source()
 
     @property
     def name(self) -> str:

@@ -71,9 +71,8 @@ class BridgeReader:
     """Reads one rank's weights as Megatron-Bridge's ``AutoBridge`` would convert them; keeps what it has traced. The
     bridge makes no conversion task for a tied head, so the embedding comes once."""
 
-    def __init__(self, bridge: Any, chunks: list[torch.nn.Module], timeout_seconds: float) -> None:
+    def __init__(self, bridge: Any, timeout_seconds: float) -> None:
         self._bridge = bridge
-        self._chunks = chunks
         self._guard = Guard(timeout_seconds)
         # With the config, whose id is part of the key and so must not be used again
         self._kinds: dict[tuple[object, ...], tuple[_Kind, object]] = {}
@@ -83,7 +82,7 @@ class BridgeReader:
         read at the same time: the bridge's list of tasks takes one exchange of names in the pipeline group. ``run``:
         see ``Guard.watching``. Raises NotACopyError, with name, for a parameter that may become no copy of itself."""
         with self._guard.watching(run):
-            listed = self._bridge.get_conversion_tasks(self._chunks)
+            listed = self._bridge.get_conversion_tasks(model.chunks)
         exported = (task for task in listed if task and task.param_weight is not None and task.param_weight.numel())
         tasks = {(task.vp_stage, task.param_name): task for task in exported}
         found, computed = dict[int, Part](), list[str]()

@@ -27,15 +27,15 @@ class HeldTensor(NamedTuple):
 
 
 class ModelTensors:
-    """The weights of all chunks, wrapped or not. Walks the modules once, for with thousands of experts a walk takes as
-    long as moving them, and later looks where each module had them: a tensor may be replaced, a module may not.
+    """The weights of all ``chunks``, wrapped or not. Walks the modules once, for with thousands of experts a walk takes
+    as long as moving them, and later looks where each module had them: a tensor may be replaced, a module may not.
     ``tensors`` are as they were when last looked up."""
 
     def __init__(self, chunks: list[torch.nn.Module]) -> None:
-        self._chunks = chunks
+        self.chunks = chunks
         self._models = [unwrapped(chunk) for chunk in chunks]
         self._held: list[HeldTensor] = []
-        self._kinds: list[tuple[str, torch.Size, torch.dtype]] = []
+        self._kinds: list[tuple[torch.Size, torch.dtype]] = []
         self._devices: list[torch.device] = []
         self.tensors: list[torch.Tensor] = []
         homes: dict[int, tuple[dict[str, Any], str]] = {}  # by identity
@@ -48,12 +48,12 @@ class ModelTensors:
                 self._held.append(HeldTensor(name, buffer, len(self._held), number, *homes[id(weight)]))
 
     def find_tensors(self) -> tuple[bool, bool]:
-        """Looks the tensors up; a failure leaves everything as it was. Returns True, first, if names, shapes or dtypes
-        are others than the last time, and second, if any tensor is another object or elsewhere."""
-        if any(unwrapped(chunk) is not model for chunk, model in zip(self._chunks, self._models, strict=True)):
+        """Looks the tensors up; a failure leaves everything as it was. Returns True, first, if shapes or dtypes are
+        others than the last time, and second, if any tensor is another object or elsewhere."""
+        if any(unwrapped(chunk) is not model for chunk, model in zip(self.chunks, self._models, strict=True)):
             raise ValueError("the trainer's Megatron model is another one than in the first sync")
         tensors = [held.home[held.attribute] for held in self._held]
-        kinds = [(held.name, t.shape, t.dtype) for held, t in zip(self._held, tensors, strict=True)]
+        kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
         other = kinds != self._kinds
         devices = [tensor.device for tensor in tensors]
         moved = other or devices != self._devices or any(a is not b for a, b in zip(tensors, self.tensors, strict=True))
@@ -70,7 +70,7 @@ class ModelTensors:
         from megatron.core.distributed import DistributedDataParallel
 
         found = {}
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             if isinstance(chunk, DistributedDataParallel):
                 for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                     data = buffer.param_data
@@ -83,8 +83,7 @@ def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
     """The model inside Megatron's wrappers (DDP, mixed precision)."""
     from verl.utils.megatron_utils import unwrap_model
 
-    module = unwrap_model(chunk)
-    assert isinstance(module, torch.nn.Module)
+    module: torch.nn.Module = unwrap_model(chunk)
     return module
 
 

@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -23,13 +23,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import _get_default_store
 
 from verl_sync_plugin.layout.tensors import Base, Shard, View
-from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_name
+from verl_sync_plugin.trainers.base import ParameterSource, WeightStream, WirePolicy, dtype_name
 from verl_sync_plugin.transport.agreement import Agreement
 
-Stream = Iterable[tuple[Any, ...]]  # (HF name, full tensor, ...)
 # What Megatron-Bridge calls, and what its like may; each takes its group by name or as None for all ranks
 _COLLECTIVES = (
     *("all_gather", "all_gather_object", "all_gather_into_tensor", "all_reduce", "broadcast", "broadcast_object_list"),
@@ -74,7 +73,7 @@ class Guard:
         except Exception as error:
             if dist.is_initialized() and dist.get_world_size() > 1:
                 said = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
-                _store().compare_set(f"{self._run}/failed", "", said)  # the first one tells the cause
+                _get_default_store().compare_set(f"{self._run}/failed", "", said)  # the first one tells the cause
             raise
         finally:
             for name, collective in stock.items():
@@ -85,7 +84,7 @@ class Guard:
         if size < 2:  # -1: this rank is no member
             return
         # By its ranks: these are the same on all of them, whatever groups each has made before
-        store, ranks = _store(), dist.get_process_group_ranks(group)
+        store, ranks = _get_default_store(), dist.get_process_group_ranks(group)
         name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
         count = self._counts[name] = self._counts.get(name, 0) + 1
         key = f"{self._run}/{name}/{count} {collective}"
@@ -110,16 +109,12 @@ class Guard:
         self._last[name] = key
 
 
-def _store() -> Any:
-    return distributed_c10d._get_default_store()
-
-
 class StreamSource(ParameterSource):
     """Runs the stream once to learn names, shapes and dtypes, then once per sync. Every rank has all tensors.
     ``open_stream`` starts it, and yields full HF tensors in the same order on every rank and every time; its argument:
     the one before was broken off, so that nothing which ranks have exchanged in part is used again."""
 
-    def __init__(self, open_stream: Callable[[bool], Stream], policy: WirePolicy, timeout_seconds: float) -> None:
+    def __init__(self, open_stream: Callable[[bool], WeightStream], policy: WirePolicy, timeout_seconds: float) -> None:
         self._open = open_stream
         self._policy = policy
         self._guard = Guard(timeout_seconds)
@@ -128,7 +123,7 @@ class StreamSource(ParameterSource):
         self._bases: list[Base] = []  # empty until the stream is learnt
         # Of each tensor of the stream: name, shape, dtype, and its base (``None`` where it came before)
         self._known: list[tuple[str, torch.Size, torch.dtype, int | None]] = []
-        self._stream: Iterator[tuple[Any, ...]] | None = None
+        self._stream: Iterator[tuple[str, torch.Tensor]] | None = None
         self._passed = 0
         self._held: dict[int, torch.Tensor] = {}
 
@@ -155,7 +150,7 @@ class StreamSource(ParameterSource):
         self._held.clear()
 
     @contextmanager
-    def _running(self) -> Iterator[Iterator[tuple[Any, ...]]]:
+    def _running(self) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
         """The stream, begun or gone on with. The ranks that wait for this one hear of a failure inside."""
         with self._guard.watching(next(self._run_names) if self._stream is None else ""):
             if self._stream is None:
@@ -167,7 +162,7 @@ class StreamSource(ParameterSource):
         bases: dict[str, Base] = {}
         self._known = []
         with self._running() as stream:
-            for name, tensor, *_ in stream:  # some releases of Megatron-Bridge add its own name
+            for name, tensor in stream:
                 # Tied weights come under one name from the first and from the last pipeline stage
                 self._known.append((name, tensor.shape, tensor.dtype, None if name in bases else len(bases)))
                 if name not in bases:
@@ -189,7 +184,7 @@ class StreamSource(ParameterSource):
             while self._passed < len(self._known) and (
                 self._known[self._passed][3] is None or not self._held.keys() >= set(bases)
             ):
-                self._take(*next(stream, ("", torch.empty(0)))[:2])
+                self._take(*next(stream, ("", torch.empty(0))))
         self._unfinished = self._passed < len(self._known)
 
     def _take(self, name: str, tensor: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ Source: ``LoRAMerge.merge`` of ``megatron.bridge.peft.lora`` for which factor is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -30,7 +30,7 @@ from verl_sync_plugin.trainers.lora import TRAINED, Merge, Merging, refuse_unser
 from verl_sync_plugin.trainers.megatron.bridge import ADAPTED, BridgeReader, NotACopyError
 from verl_sync_plugin.trainers.megatron.model import HeldTensor, ModelTensors, flat, unwrapped
 from verl_sync_plugin.trainers.megatron.parts import Part, RankLayout, match, replicas
-from verl_sync_plugin.trainers.megatron.stream import Guard, Stream, StreamSource
+from verl_sync_plugin.trainers.megatron.stream import Guard, StreamSource
 from verl_sync_plugin.trainers.naming import tied_head
 from verl_sync_plugin.transport.agreement import Agreement
 
@@ -49,17 +49,15 @@ class MegatronTrainer(TrainerBackend):
 
     def open_source(self) -> ParameterSource:
         refuse_engine(self.engine)
-        chunks, bound, merges = self.engine.module, self.config.timeout_seconds, self._peft and not self.serves_adapter
-        reader = BridgeReader(self.engine.bridge, chunks, bound)
+        bound, merges = self.config.timeout_seconds, self._peft and not self.serves_adapter
+        reader = BridgeReader(self.engine.bridge, bound)
         stream = StreamSource(self.stream, self.policy, bound)
-        return MegatronSource(chunks, reader, self.policy, stream, self.device, bound, merges)
+        return MegatronSource(self.engine.module, reader, self.policy, stream, self.device, bound, merges)
 
     def open_adapter(self, source: ParameterSource) -> ServedAdapter:
-        lora, bound = self.engine.model_config.lora, self.config.timeout_seconds
-        export = partial(self.engine.get_per_tensor_param, base_sync_done=True)
-        return BridgeAdapter(self.engine.module, lambda: export()[0], lora, bound)
+        return BridgeAdapter(self.engine, self.config.timeout_seconds)
 
-    def stream(self, broken: bool = False) -> Stream:
+    def stream(self, broken: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Megatron-Bridge's export; LoRA merged, or left out where the engine serves it, and without the copy that it
         makes of a tied embedding. ``broken``: the last one may have been broken off, and the bridge's tasks keep what
         only some ranks have heard, so new ones are made."""
@@ -67,6 +65,7 @@ class MegatronTrainer(TrainerBackend):
             self.engine._hf_export_tasks = None
         stream, _ = self.engine.get_per_tensor_param()
         left_out = tied_head(self.engine.model_config.hf_config.to_dict())
+        # Some releases of Megatron-Bridge add its own name
         return ((n.replace(".base_layer.", "."), tensor) for n, tensor, *_ in stream if n not in left_out)
 
 
@@ -121,7 +120,6 @@ class MegatronSource(Merging):
         self._policy = policy
         self._bases: list[Base] = []  # empty until the ranks have agreed
         self._parts: list[Part] = []  # of each base, on every rank
-        self._mine: dict[int, str] = {}  # base -> parameter of this rank
         self._model = ModelTensors(chunks)
         self._reader = reader
         self._otherwise = otherwise
@@ -149,7 +147,7 @@ class MegatronSource(Merging):
 
     def _changed(self) -> bool:
         other, moved = self._model.find_tensors()
-        if other or moved:
+        if moved:
             self.kept = None
         if other:
             self._bases = []
@@ -174,10 +172,9 @@ class MegatronSource(Merging):
 
     def _match(self, layouts: list[RankLayout]) -> list[Base]:
         """Works out who sends what. Raises ValueError, the same on every rank, where the ranks disagree."""
-        rank = dist.get_rank()
-        ranks, units = next((ranks, units) for ranks, units in match(layouts).items() if rank in ranks)
+        ranks, units = next(each for each in match(layouts).items() if dist.get_rank() in each[0])
         bases: list[Base] = []
-        self._parts, self._mine = [], {}
+        self._parts = []
         sent = dict.fromkeys(ranks, 0)  # elements, so that all send about as much
         for unit in units:
             like = unit[0][0]
@@ -189,8 +186,6 @@ class MegatronSource(Merging):
                     continue
                 sender = min(holders, key=sent.__getitem__)
                 sent[sender] += prod(part.shape)
-                if sender == rank:
-                    self._mine[len(bases)] = part.name
                 lengths = tuple(prod(part.shape) if each == sender else 0 for each in ranks)
                 key = f"{part.name} (part {', '.join(map(str, part.place))})" if len(unit) > 1 else part.name
                 bases.append(Base(key, dtype_name(wire), wire.itemsize, lengths, part.views))
@@ -207,10 +202,10 @@ class MegatronSource(Merging):
                     self.factors.shards[key] = self._factor(weight, key, self._model.tensors[place])
         if self.kept is not None and not self._offloaded:
             return self.kept
-        mine = self._mine
+        rank = self.rank
         found = [
-            self._shard(base, mine[index]) if index in mine else Shard(base, partial(torch.empty, 0))
-            for index, base in enumerate(self._bases)
+            self._shard(base, part.name) if base.held(rank) else Shard(base, partial(torch.empty, 0))
+            for base, part in zip(self._bases, self._parts, strict=True)
         ]
         if not self._offloaded:
             self.kept = found
@@ -237,10 +232,6 @@ class MegatronSource(Merging):
             self._mergers[name] = self.merger(targets_of(weight, tuple(tensor.shape)), 0)
         run = None if home is not None else tensor
         return Shard(base, partial(flat, tensor, home), self._mergers.get(name), run=run)
-
-    def weights_in(self, base: int) -> list[AdaptedWeight]:
-        weight = self._weights.get(self._mine.get(base, ""))
-        return [] if weight is None else [weight]
 
     def factor_bytes(self, base: int) -> int:
         part = self._parts[base]
@@ -273,8 +264,8 @@ def _replica_of(members: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
         # Replicas are alike, so all ranks come to the same choice
         if tuple(dist.get_process_group_ranks(group)) in members:
             return group
-    groups = [dist.new_group(list(ranks)) for ranks in members]
-    return next(group for ranks, group in zip(members, groups, strict=True) if dist.get_rank() in ranks)
+    group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in members])
+    return group
 
 
 def _group(experts: bool) -> dist.ProcessGroup | None:
@@ -334,21 +325,18 @@ def _of(path: str, adapter: Any, held: dict[str, HeldTensor], names: dict[int, s
 
 class BridgeAdapter(ServedAdapter):
     """The bridge's own export of an adapter, once per sync: which rows of the small factors belong to which HF module
-    is the bridge's knowledge. ``open_stream`` yields them by HF name; ``lora`` is ``actor_rollout_ref.model.lora``."""
+    is the bridge's knowledge."""
 
-    def __init__(
-        self, chunks: list[torch.nn.Module], open_stream: Callable[[], Stream], lora: Any, timeout_seconds: float
-    ) -> None:
+    def __init__(self, engine: Any, timeout_seconds: float) -> None:
         from verl.utils.megatron_peft_utils import build_peft_config_for_vllm
 
-        self._chunks = chunks
-        self._open = open_stream
+        self._engine = engine
         self._guard = Guard(timeout_seconds)
-        self.settings = build_peft_config_for_vllm(lora)
+        self.settings = build_peft_config_for_vllm(engine.model_config.lora)
 
     def gather(self, run: str) -> Generator[None, None, dict[str, torch.Tensor]]:
         """Raises ValueError: whatever is trained next to the adapter would stay as it is in the engine."""
-        for chunk in map(unwrapped, self._chunks):
+        for chunk in map(unwrapped, self._engine.module):
             trained = [n for n, p in chunk.named_parameters() if p.requires_grad and p.numel() and ".adapter." not in n]
             rate = getattr(chunk.config, "moe_router_bias_update_rate", 1)
             if rate and getattr(chunk.config, "moe_router_enable_expert_bias", False):
@@ -356,4 +344,5 @@ class BridgeAdapter(ServedAdapter):
             refuse_unserved((name, TRAINED) for name in trained)
         yield
         with self._guard.watching(run):
-            return {f"base_model.model.{name}": tensor.detach() for name, tensor, *_ in self._open()}
+            factors, _ = self._engine.get_per_tensor_param(base_sync_done=True)
+            return {f"base_model.model.{name}": tensor.detach() for name, tensor, *_ in factors}
