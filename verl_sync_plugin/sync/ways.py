@@ -362,13 +362,12 @@ class Staged(Way):
             if index < count and self._broadcasts:
                 with self._agreement.attempt():
                     self._broadcast(sync, index)
-            with self._agreement.attempt(), sync.report.stage("move") if lag else nullcontext():
-                if lag and index > 0:
-                    self._sender.drain((index - 1) % SLOTS)
             with self._agreement.attempt():
+                if lag and index > 0:
+                    with sync.report.stage("move"):
+                        self._sender.drain((index - 1) % SLOTS)
                 if index >= lag and not self._agreement.failed:
                     self._load(index - lag, (index - lag) % SLOTS)
-            with self._agreement.attempt():
                 if alone and index > 0:  # the engine rank has the next bucket by now, so that it does not idle
                     self._wait(sync, index - 1)
             if ahead <= index < count - (SLOTS - ahead):
@@ -407,17 +406,7 @@ class Staged(Way):
 
 class Ways:
     """Both ways, of which the ranks choose one in every sync: an engine rank learns what it can, and a trainer may move
-    its parameters.
-
-    Args:
-        config: the sync's settings.
-        agreement: where ranks settle.
-        sender: packs, and speaks to the engine rank.
-        own: where the trainer's ranks settle among themselves, if the rollout's ranks are others.
-
-    Attributes:
-        reach: decides how plans are laid out.
-    """
+    its parameters. Arguments are as in ``ShardingManager``; ``reach`` decides how plans are laid out."""
 
     def __init__(
         self, config: SyncConfig, agreement: Agreement, sender: BucketSender, own: Agreement | None = None
