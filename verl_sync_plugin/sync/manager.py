@@ -132,13 +132,12 @@ class ShardingManager(BaseShardingManager):
         before, the engine's may be half written, so that it generates nothing until a sync succeeds. The next call
         starts from nothing."""
         try:
+            self.report = self._new_report(global_steps)
             served = self.serves_adapter()
             if not served or self.lacks_base():
                 self._base_sent = False
                 await self._send_weights(wake_tags, global_steps)
                 self._base_sent = True
-            else:
-                self.report = self._new_report(global_steps)
             if served:
                 with self._measured(self.report), self.report.stage("update_weights"):
                     await self.send_adapter(None if global_steps is None else str(global_steps))
@@ -174,9 +173,7 @@ class ShardingManager(BaseShardingManager):
         return SyncReport.begun(global_steps, type(self).__name__, **run)
 
     async def _send_weights(self, wake_tags: list[str], global_steps: int | None) -> None:
-        self.report = self._new_report(global_steps)
-        speaks = self.agreement.ranks.rank == 0
-        with no_collection(), progress(self.report, speaks), self._measured(self.report):
+        with no_collection(), progress(self.report, self.agreement.ranks.rank == 0), self._measured(self.report):
             while True:
                 try:
                     await self._sync(wake_tags, global_steps)

@@ -48,11 +48,8 @@ class BucketSender:
 
     Give ``plan_buckets`` the size ``slot_limit`` of what the user sets, and all slots stay within two of those.
 
-    Peak device memory: the staging memory; with host-resident parameters also a chunk of one on its way to the device.
-
-    Args:
-        device: where the trainer computes.
-        timeout_seconds: bound on every wait.
+    Peak device memory, on the trainer's ``device``: the staging memory; with host-resident parameters also a chunk of
+    one on its way there. ``timeout_seconds`` bounds every wait.
     """
 
     def __init__(self, device: torch.device, timeout_seconds: float) -> None:
