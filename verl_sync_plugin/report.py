@@ -220,19 +220,17 @@ def progress(report: SyncReport, speaks: bool) -> Iterator[None]:
 
     def watch() -> None:
         while not over.wait(EVERY_SECONDS):
-            loaded = [name for name, *_ in report.spans].count("engine_load") * (
-                report.buckets if report.in_place else 1
-            )
+            loads = [name for name, *_ in report.spans].count("engine_load")
+            loaded = loads * report.buckets if report.in_place else loads
             far = f"{time.monotonic() - started:.0f} s so far, {loaded} of {report.buckets} buckets loaded"
             say(f"sync of step {report.global_steps}: {far}, now in {', '.join(report.under_way[-1:]) or 'no stage'}")
 
-    if not speaks:
-        yield
-        return
     thread = threading.Thread(target=watch, name="sync progress", daemon=True)
-    thread.start()
+    if speaks:
+        thread.start()
     try:
         yield
     finally:
         over.set()
-        thread.join()
+        if speaks:
+            thread.join()

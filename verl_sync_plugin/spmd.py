@@ -14,6 +14,7 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -245,9 +246,8 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
                 if self._ask is not None:
                     self._ask("abort")
                 raise
-            with agreement.attempt():
-                dist.broadcast_object_list(answered, src=self.ranks[0], group=self._group)
-            agreement.settle("sharing the responses")
+            share = partial(dist.broadcast_object_list, answered, self.ranks[0], self._group)
+            agreement.step("sharing the responses", share)
         return [
             Generated(prompt, ids, log_probs, reason, self._version)
             for prompt, (ids, log_probs, reason) in zip(request[0], answered[0], strict=True)

@@ -184,14 +184,14 @@ def engine_is_late(rollout: SpmdRollout, source: torch.nn.Module, expected: torc
     """An answer that comes too late stops no later call."""
     rollout.release_weights()
     endpoint = rollout._manager.endpoint
-    endpoint._timeout, bound = 1.0, endpoint._timeout
+    endpoint.timeout_seconds, bound = 1.0, endpoint.timeout_seconds
     for process in started():
         process.suspend()
     text = raised_alike(SyncError, rollout.sync_weights, source)
     assert "SGLang did not answer within 1 s" in text and "timeout_seconds" in text, text
     for process in started():
         process.resume()
-    endpoint._timeout = bound
+    endpoint.timeout_seconds = bound
     serves(rollout, source, expected)
 
 

@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +42,7 @@ def call_under_way() -> Future[Any]:
     return future
 
 
+@dataclass(eq=False)
 class RolloutEndpoint:
     """Only the leader of an engine's ranks talks to the engine. What raises here raises RuntimeError when the engine
     refused, failed or has died, and TimeoutError when it did not answer in time.
@@ -59,23 +61,19 @@ class RolloutEndpoint:
         leader: this rank speaks for its engine.
     """
 
-    def __init__(
-        self,
-        engine: Rollout,
-        call: Call | None,
-        ranks: tuple[int, ...] = (),
-        real_weights: bool = False,
-        timeout_seconds: float = 0.0,
-        awake_after_load: bool = True,
-    ) -> None:
-        self.engine, self.name, self.leader, self.ranks = engine, engine.ENGINE, call is not None, ranks
-        self.real_weights = real_weights
-        self._call = call
-        self._timeout, self._awake_after_load = timeout_seconds, awake_after_load
+    engine: Rollout
+    call: Call | None
+    ranks: tuple[int, ...] = ()
+    real_weights: bool = False
+    timeout_seconds: float = 0.0
+    awake_after_load: bool = True
+
+    def __post_init__(self) -> None:
+        self.name, self.leader = self.engine.ENGINE, self.call is not None
 
     def _start(self, method: str, *arguments: Any) -> Future[Any]:
-        assert self._call is not None, "leader only"
-        return self._call(method, *arguments)
+        assert self.call is not None, "leader only"
+        return self.call(method, *arguments)
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
         return await self.answered(self._start(method, *arguments))
@@ -83,13 +81,12 @@ class RolloutEndpoint:
     async def answered(self, answer: Future[Any]) -> Any:
         """Waits for the answer to a call."""
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(answer), self._timeout)
+            return await asyncio.wait_for(asyncio.wrap_future(answer), self.timeout_seconds)
         except TimeoutError as error:
             if answer.done():
                 raise
-            raise TimeoutError(
-                f"{self.name} did not answer within {self._timeout:g} s ({KEY_PREFIX}.timeout_seconds); see its log"
-            ) from error
+            within = f"{self.timeout_seconds:g} s ({KEY_PREFIX}.timeout_seconds)"
+            raise TimeoutError(f"{self.name} did not answer within {within}; see its log") from error
 
     async def resume(self, tags: list[str]) -> None:
         """Resumes what is released of ``tags``; harmless when nothing is."""
@@ -136,7 +133,7 @@ class RolloutEndpoint:
     def flush_after_load(self) -> None:
         """All engine ranks are in the load. If none of the engine's memory is released then, it flushes its prefix
         cache as soon as it has left the load, for ``finish`` to find that done; returns at once."""
-        if self._awake_after_load:
+        if self.awake_after_load:
             self._start("flush_after_load")
 
 

@@ -132,27 +132,27 @@ class ShardingManager(BaseShardingManager):
         before, the engine's may be half written, so that it generates nothing until a sync succeeds. The next call
         starts from nothing."""
         try:
+            self.report = self._new_report(global_steps)
             served = self.serves_adapter()
             if not served or self.lacks_base():
                 self._base_sent = False
                 await self._send_weights(wake_tags, global_steps)
                 self._base_sent = True
-            else:
-                self.report = self._new_report(global_steps)
             if served:
                 with self._measured(self.report), self.report.stage("update_weights"):
                     await self.send_adapter(None if global_steps is None else str(global_steps))
         except BaseException as error:
-            self._leave(error)
-            await self.connection.give_up(str(error) or repr(error))
+            await self._leave(error)
             raise
         return self.report
 
-    def _leave(self, error: BaseException) -> None:
-        """Drops a failure that nobody has heard of; where only this rank knows it, the others hear that it is gone."""
+    async def _leave(self, error: BaseException) -> None:
+        """Drops a failure that nobody has heard of; where only this rank knows it, the others hear that it is gone. The
+        engine generates nothing."""
         self.agreement.forget()
         if not isinstance(error, SyncError | asyncio.CancelledError):
             self.agreement.ranks.close()
+        await self.connection.give_up(str(error) or repr(error))
 
     def serves_adapter(self) -> bool:
         """True if the engine serves the trainer's adapter itself (``lora.merge=False``); the same on all ranks."""
@@ -173,14 +173,11 @@ class ShardingManager(BaseShardingManager):
         return SyncReport.begun(global_steps, type(self).__name__, **run)
 
     async def _send_weights(self, wake_tags: list[str], global_steps: int | None) -> None:
-        self.report = self._new_report(global_steps)
-        speaks = self.agreement.ranks.rank == 0
-        with no_collection(), progress(self.report, speaks), self._measured(self.report):
-            done = False
-            while not done:
+        with no_collection(), progress(self.report, self.agreement.ranks.rank == 0), self._measured(self.report):
+            while True:
                 try:
                     await self._sync(wake_tags, global_steps)
-                    done = True
+                    break
                 # Both are known before anything is loaded; the sync runs once more
                 except WayRefusedError as error:
                     await self.connection.leave()
@@ -307,20 +304,19 @@ class ShardingManager(BaseShardingManager):
             note_device_memory(report, self._device, "asleep")
         before = report.stages.get("update_weights", 0.0)
         with report.stage("resume_weights"):
-            waking: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            waking.set_result(None)  # of a rank that does not speak for the engine
+            waking: list[asyncio.Future[None]] = []  # none of a rank that does not speak for the engine
             with agreement.attempt():
                 if self.endpoint.leader:
-                    waking = asyncio.ensure_future(self.endpoint.resume(tags))
+                    waking = [asyncio.ensure_future(self.endpoint.resume(tags))]
                     await asyncio.sleep(0)  # it sends its request here: what comes next blocks this loop
             try:
                 with report.stage("update_weights"):
                     meanwhile()
             except BaseException:
-                await asyncio.gather(waking, return_exceptions=True)
+                await asyncio.gather(*waking, return_exceptions=True)
                 raise
             with agreement.attempt():  # also on a rank that has failed: the engine is idle when this returns
-                await waking
+                await asyncio.gather(*waking)
         # What overlaps with the wake counts as update_weights already
         report.stages["resume_weights"] -= report.stages.get("update_weights", 0.0) - before
 
@@ -423,7 +419,6 @@ class ShardingManager(BaseShardingManager):
             with self.agreement.attempt():  # if this fails, the next sync does
                 note_device_memory(self.report, self._device, "awake")
         except BaseException as error:
-            self._leave(error)
-            await self.endpoint.abandon(str(error) or repr(error))
+            await self._leave(error)
             raise
         return self.report

@@ -48,11 +48,8 @@ class BucketSender:
 
     Give ``plan_buckets`` the size ``slot_limit`` of what the user sets, and all slots stay within two of those.
 
-    Peak device memory: the staging memory; with host-resident parameters also a chunk of one on its way to the device.
-
-    Args:
-        device: where the trainer computes.
-        timeout_seconds: bound on every wait.
+    Peak device memory, on the trainer's ``device``: the staging memory; with host-resident parameters also a chunk of
+    one on its way there. ``timeout_seconds`` bounds every wait.
     """
 
     def __init__(self, device: torch.device, timeout_seconds: float) -> None:
@@ -69,14 +66,11 @@ class BucketSender:
 
     def reserve(self, plan: Plan) -> Slots:
         """Makes the staging memory fit ``plan``, or keeps it when it does already; returns where it is."""
-        slots = min(SLOTS, len(plan.buckets))
-        if self._staging is not None:
-            held = (self._staging.export.slot_bytes, self._staging.memory.numel())
-            if held == (plan.slot_bytes, slots * plan.slot_bytes):
-                return self._staging.export
+        slots, size, staging = min(SLOTS, len(plan.buckets)), plan.slot_bytes, self._staging
+        if staging is None or (staging.export.slot_bytes, self.staging_bytes) != (size, slots * size):
             self.unstage()
-        self._staging = Staging(self.device, slots, plan.slot_bytes)
-        return self._staging.export
+            staging = self._staging = Staging(self.device, slots, size)
+        return staging.export
 
     def begin(self, plan: Plan, rank: int) -> None:
         """Makes ready to pack all buckets of a plan; ``rank``: this rank's place among the owners of a sharded base."""

@@ -99,13 +99,7 @@ class SeparateManager(ShardingManager):
 
 
 class SeparateTrainer(SeparateManager):
-    """A trainer rank.
-
-    Args:
-        backend: of the trainer.
-        endpoint: without an engine, for what it refuses.
-        more: as in ``SeparateManager`` and ``ShardingManager``.
-    """
+    """A trainer rank. ``more`` is as in ``SeparateManager``; the endpoint has no engine, and refuses for it."""
 
     def __init__(self, backend: type[TrainerBackend] | None, *more: Any) -> None:
         self.backend = backend
@@ -118,14 +112,7 @@ class _NoTrainer(ParameterSource):
 
 
 class SeparateRollout(SeparateManager):
-    """A rollout rank, next to an engine rank.
-
-    Args:
-        ranks: both halves.
-        endpoint: the engine.
-        config: the sync's settings.
-        device: where the engine rank computes.
-    """
+    """A rollout rank, next to an engine rank, which computes on ``device``; all else is as in ``SeparateManager``."""
 
     def __init__(self, ranks: JointRanks, endpoint: RolloutEndpoint, config: SyncConfig, device: torch.device) -> None:
         super().__init__(ranks, ALONE, None, endpoint, config, 0, device)

@@ -67,11 +67,6 @@ class Sync:
     verified: bool = False
     keeps_staging: bool = True
 
-    @property
-    def rank(self) -> int:
-        """This rank's place among the owners of a sharded base."""
-        return self.source.rank
-
 
 class Reach:
     """Knows which memory engine ranks can map: that of the ranks of their host.
@@ -81,9 +76,8 @@ class Reach:
         why: the reason why plans are not sharded.
     """
 
-    def __init__(self) -> None:
-        self.sharded: bool | None = None
-        self.why = "no ranks share out the model"
+    sharded: bool | None = None
+    why = "no ranks share out the model"
 
     def decide(self, agreement: Agreement, sharing: tuple[int, ...], who: str) -> None:
         """Collective, once. ``sharing``: the ranks of which this rank's engine rank would read segments, which is one
@@ -112,8 +106,16 @@ class Way(ABC):
         # Trainer and rollout share no process: a rank then packs, or has an engine rank load
         self._separate = not (self._packs and self._loads)
 
-    def fill(self, sync: Sync) -> None:  # noqa: B027  (there is nothing to do in place)
+    def fill(self, sync: Sync) -> None:
         """Collective: starts to bring the first bytes into place; the engine may still be asleep."""
+        if self._packs:
+            what = self._begin(sync)
+            if sync.source.prepares and not self._separate:  # of those that are, ``_prepare`` has settled
+                self._agreement.settle(what)
+
+    @abstractmethod
+    def _begin(self, sync: Sync) -> str:
+        """Of a rank that packs, what ``fill`` does; returns the stage that its ranks settle."""
 
     def handshake(self, sync: Sync, known: str) -> Ready:
         """Opens the sync with this rank's engine rank, whose channel the sender has adopted; not collective. ``known``
@@ -153,13 +155,15 @@ class Way(ABC):
         sync.report.note_stage("engine_load", loaded.started, loaded.seconds)
 
     def _prepare(self, sync: Sync, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]], what: str) -> None:
-        """Collective over the trainer's ranks: what makes some bases of which weights are made on the way."""
+        """Collective over the trainer's ranks: what makes some bases of which weights are made on the way; ``what``:
+        the stage that ranks settle next."""
         if not sync.source.prepares:
             return
-        if self._separate and self._agreement.failed:  # the others must not wait for this rank alone
-            with self._own.attempt():
-                raise RuntimeError("this rank has failed before")
-        with sync.report.stage("prepare"):
+        # Where they are separate, an error of all trainer ranks is news for the rollout ranks
+        with self._agreement.attempt() if self._separate else nullcontext(), sync.report.stage("prepare"):
+            if self._separate and self._agreement.failed:  # the others must not wait for this rank alone
+                with self._own.attempt():
+                    raise RuntimeError("this rank has failed before")
             self._own.run(what, sync.source.prepare(bases, ahead))
             if self._separate:
                 self._own.settle(what)
@@ -207,7 +211,7 @@ class InPlace(Way):
             if not sync.source.readable_in_place:
                 raise NotInPlaceError("what travels is made for each sync, or may be")
             if self._parameters is None or self._parameters.plan is not sync.plan:
-                self._parameters = LiveParameters(self._sender.device, sync.plan, sync.rank)
+                self._parameters = LiveParameters(self._sender.device, sync.plan, sync.source.rank)
             self._live = self._parameters.locate(sync.shards)
         except NotInPlaceError as error:
             self._say(str(error))
@@ -219,20 +223,16 @@ class InPlace(Way):
             say(f"parameters are staged, not read where they lie: {why}")
         self._said = why
 
-    def fill(self, sync: Sync) -> None:
+    def _begin(self, sync: Sync) -> str:
         """Waits until parameters are final, and starts to hash and check them: as early as possible, so that it is done
         before the engine needs the device. Before that it finds the scales of what engine ranks quantize."""
-        if not self._packs:
-            return
         what = "finding the scales"
-        with self._agreement.attempt() if self._separate else nullcontext():
-            self._prepare(sync, tuple(range(len(sync.plan.bases))), (), what)
+        self._prepare(sync, tuple(range(len(sync.plan.bases))), (), what)
         with self._agreement.attempt():
             assert self._parameters is not None, "looked up"
-            self._sender.begin(sync.plan, sync.rank)
+            self._sender.begin(sync.plan, sync.source.rank)
             self._sender.hash_parameters(sync.shards, self._parameters.found)
-        if sync.source.prepares and not self._separate:  # of those that are, ``_prepare`` has settled
-            self._agreement.settle(what)
+        return what
 
     @property
     def unannounced(self) -> bool:
@@ -307,26 +307,21 @@ class Staged(Way):
         self._broadcasts = not plan.sharded and (self._separate or any(bucket.world > 1 for bucket in plan.buckets))
         self.name = "broadcast" if self._broadcasts else "staged"
 
-    def fill(self, sync: Sync) -> None:
+    def _begin(self, sync: Sync) -> str:
         """Fills all slots."""
-        if not self._packs:
-            return
         with self._agreement.attempt():
-            self._sender.begin(sync.plan, sync.rank)
+            self._sender.begin(sync.plan, sync.source.rank)
         what = "packing the first buckets"
         for index in range(min(SLOTS, len(sync.plan.buckets))):
             self._fill(sync, index, what)
-        if sync.source.prepares and not self._separate:  # of those that are, ``_prepare`` has settled
-            self._agreement.settle(what)
+        return what
 
     def _fill(self, sync: Sync, index: int, what: str) -> None:
-        """A rank that packs starts to bring one bucket into its slot; ``what``: the stage that ranks settle next."""
+        """A rank that packs starts to bring one bucket into its slot; ``what`` as for ``_prepare``."""
         if not self._packs:
             return
-        # Where they are separate, an error of all trainer ranks is news for the rollout ranks
         buckets = sync.plan.buckets
-        with self._agreement.attempt() if self._separate else nullcontext():
-            self._prepare(sync, buckets[index].bases, [later.bases for later in buckets[index + 1 :]], what)
+        self._prepare(sync, buckets[index].bases, [later.bases for later in buckets[index + 1 :]], what)
         with self._agreement.attempt(), sync.report.stage("pack"):
             self._sender.pack(index, index % SLOTS, sync.shards)
 
@@ -367,13 +362,12 @@ class Staged(Way):
             if index < count and self._broadcasts:
                 with self._agreement.attempt():
                     self._broadcast(sync, index)
-            with self._agreement.attempt(), sync.report.stage("move") if lag else nullcontext():
-                if lag and index > 0:
-                    self._sender.drain((index - 1) % SLOTS)
             with self._agreement.attempt():
+                if lag and index > 0:
+                    with sync.report.stage("move"):
+                        self._sender.drain((index - 1) % SLOTS)
                 if index >= lag and not self._agreement.failed:
                     self._load(index - lag, (index - lag) % SLOTS)
-            with self._agreement.attempt():
                 if alone and index > 0:  # the engine rank has the next bucket by now, so that it does not idle
                     self._wait(sync, index - 1)
             if ahead <= index < count - (SLOTS - ahead):
@@ -412,17 +406,7 @@ class Staged(Way):
 
 class Ways:
     """Both ways, of which the ranks choose one in every sync: an engine rank learns what it can, and a trainer may move
-    its parameters.
-
-    Args:
-        config: the sync's settings.
-        agreement: where ranks settle.
-        sender: packs, and speaks to the engine rank.
-        own: where the trainer's ranks settle among themselves, if the rollout's ranks are others.
-
-    Attributes:
-        reach: decides how plans are laid out.
-    """
+    its parameters. Arguments are as in ``ShardingManager``; ``reach`` decides how plans are laid out."""
 
     def __init__(
         self, config: SyncConfig, agreement: Agreement, sender: BucketSender, own: Agreement | None = None
@@ -438,8 +422,7 @@ class Ways:
     def votes(self, sync: Sync) -> list[int]:
         """Returns this rank's votes on the ways, to be added up over all ranks for ``take``. Not collective."""
         self._why = self.in_place.obstacle(sync)
-        votes = bool(self._why), not self._why and self.in_place.unannounced, self.staged.needs_staging(sync)
-        return list(map(int, votes))
+        return [bool(self._why), not self._why and self.in_place.unannounced, self.staged.needs_staging(sync)]
 
     def take(self, sync: Sync, votes: Sequence[int]) -> Way:
         """Collective: the way of this sync, ready to ``fill``; ``votes`` are those of all ranks, added up."""

@@ -107,9 +107,7 @@ class Ranks:
         mine = _packed(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([mine.numel()])
         self._words().broadcast(size, 0).wait(self._bound)
-        if self.rank:
-            mine = torch.empty(int(size.item()), dtype=torch.uint8)
-        self._words().broadcast(mine, 0).wait(self._bound)
+        self._words().broadcast(mine.resize_(int(size.item())), 0).wait(self._bound)
         return value if self.rank == 0 else _unpacked(mine)
 
     def close(self) -> None:

@@ -131,10 +131,9 @@ def bounded(connect: Callable[[], None], device: torch.device, seconds: float, l
         try:
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 connect()
+            done.set_result(None)
         except BaseException as error:
             done.set_exception(error)
-        else:
-            done.set_result(None)
         if given_up.is_set():
             late()
 

@@ -105,16 +105,12 @@ def allocation_of(address: int) -> tuple[int, int]:
     return int(base.value), int(size.value)
 
 
-def allocation_ids(addresses: tuple[int, ...]) -> tuple[int, ...]:
-    """For each address a number that no other allocation of this process has had: another may lie there some day.
-    Raises RuntimeError where there is no allocation."""
+def allocation_id(address: int) -> int:
+    """A number that no other allocation of this process has had: another may lie there some day. Raises RuntimeError
+    where there is no allocation."""
     number = ctypes.c_uint64()
-    pointer = ctypes.byref(number)
-    found = []
-    for address in addresses:
-        _call("cuPointerGetAttribute", pointer, _BUFFER_ID, ctypes.c_uint64(address))
-        found.append(int(number.value))
-    return tuple(found)
+    _call("cuPointerGetAttribute", ctypes.byref(number), _BUFFER_ID, ctypes.c_uint64(address))
+    return int(number.value)
 
 
 def export_allocation(address: int) -> bytes:
@@ -161,7 +157,7 @@ class CudaExporter:
         # As long as torch has freed nothing there is nothing to ask; there may be thousands
         freed = torch.cuda.memory_stats_as_nested_dict().get("num_device_free")
         if freed is None or (freed, allocations) != self._asked:
-            self._answer = allocation_ids(allocations)
+            self._answer = tuple(map(allocation_id, allocations))
             self._asked = freed, allocations
         return self._answer
 
@@ -169,8 +165,8 @@ class CudaExporter:
         """Makes what an engine rank of this host maps it by. Raises RuntimeError where it cannot be."""
         self._last = (0, 0)  # what was found may be gone by the next time
         _, size = allocation_of(allocation)
-        (number,) = allocation_ids((allocation,))
-        return Region("cuda_ipc", f"{_PROCESS}-{os.getpid()}-{number}", size, export_allocation(allocation))
+        key = f"{_PROCESS}-{os.getpid()}-{allocation_id(allocation)}"
+        return Region("cuda_ipc", key, size, export_allocation(allocation))
 
 
 class SharedFileExporter:
@@ -244,16 +240,8 @@ class NotInPlaceError(RuntimeError):
 
 
 class LiveParameters:
-    """One trainer rank's account of where its parameters lie, sent once and kept while everything stays where it is.
-
-    Args:
-        device: where the trainer computes.
-        plan: all buckets.
-        rank: this rank's place among the owners of a sharded base.
-
-    Attributes:
-        found: where the parameters are.
-    """
+    """One trainer rank's account of where its parameters lie (``found``), sent once and kept while everything stays
+    where it is. The trainer computes on ``device``; ``rank`` is its place among the owners of a sharded base."""
 
     def __init__(self, device: torch.device, plan: Plan, rank: int) -> None:
         self.plan = plan
@@ -286,39 +274,38 @@ class LiveParameters:
             return False
 
     def _tell(self, shards: Sequence[Shard]) -> Live:
-        places: dict[int, Spot] = {}
-        for base in self.found.bases:
+        numbers: dict[int, int] = {}  # of the allocations
+        places: dict[int, tuple[int, int, int]] = {}  # by base; see ``_runs``
+        for base, (_, dtype) in zip(self.found.bases, self.found.places, strict=True):
             run = shards[base].run
             assert run is not None, "looked up before"
             try:
-                places[base] = self._exporter.find(run)
+                allocation, first = self._exporter.find(run)
             except RuntimeError as error:
                 raise NotInPlaceError(f"{shards[base].base.key!r}: {error}") from error
-        self._allocations = tuple(dict.fromkeys(allocation for allocation, _ in places.values()))
+            grow = dtype.itemsize // self.plan.bases[base].itemsize
+            places[base] = numbers.setdefault(allocation, len(numbers)), first, grow
+        self._allocations = tuple(numbers)
         try:
             regions: list[Region] = [self._exporter.export(allocation) for allocation in self._allocations]
             self._identities = self._exporter.identities(self._allocations)
         except RuntimeError as error:
             raise NotInPlaceError(f"memory of parameters cannot be shared: {error}") from error
-        number = {allocation: index for index, allocation in enumerate(self._allocations)}
-        grows = {
-            base: dtype.itemsize // self.plan.bases[base].itemsize
-            for base, (_, dtype) in zip(self.found.bases, self.found.places, strict=True)
-        }
-        runs = tuple(self._runs(bucket, places, number, grows) for bucket in self.plan.buckets)
+        runs = tuple(self._runs(bucket, places) for bucket in self.plan.buckets)
         return Live(uuid.uuid4().hex, tuple(regions), runs)
 
-    def _runs(self, bucket: Bucket, places: dict[int, Spot], number: dict[int, int], grows: dict[int, int]) -> bytes:
+    def _runs(self, bucket: Bucket, places: dict[int, tuple[int, int, int]]) -> bytes:
+        """Those of a bucket, as in ``Live``. ``places``: by base its region, the first byte in it, and the bytes there
+        per byte in the bucket."""
         rows = []
         for part in bucket.slices:
             base = self.plan.bases[part.base]
             count = part.count(base, self._rank)
             if count > 0:
-                allocation, first = places[part.base]
-                grow = grows[part.base]
+                region, first, grow = places[part.base]
                 offset = segment_of(bucket, self._rank) * bucket.stride + part.offset
                 source = first + part.begin * base.itemsize * grow
-                rows.append((offset, count * base.itemsize, number[allocation], source, grow))
+                rows.append((offset, count * base.itemsize, region, source, grow))
         return np.array(rows, dtype="<i8").reshape(-1, 5).tobytes()
 
 
