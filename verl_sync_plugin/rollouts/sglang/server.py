@@ -133,7 +133,13 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         self._generate, manager.generate_request = manager.generate_request, self._generate_request
 
     async def _generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
-        await self._enter(request)
+        """Hazard: nothing else may run between the end of ``enter`` and SGLang's call, or a sync could begin there."""
+        try:
+            await self._gate.enter()
+        except HalfWrittenError as error:
+            if request is None:
+                raise
+            raise HTTPException(UNAVAILABLE, str(error)) from error
         self._inside += 1
         try:
             if self.pause == "in_place" and hasattr(obj, "extra_key"):
@@ -146,15 +152,6 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         finally:
             self._inside -= 1
             self._ended = time.monotonic()
-
-    async def _enter(self, request: Any) -> None:
-        """Hazard: nothing else may run between the end of ``enter`` and SGLang's call, or a sync could begin there."""
-        try:
-            await self._gate.enter()
-        except HalfWrittenError as error:
-            if request is None:
-                raise
-            raise HTTPException(UNAVAILABLE, str(error)) from error
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         """verl's generate, after the gate that SGLang's requests pass, too. A call that may span a sync names the
