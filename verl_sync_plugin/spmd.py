@@ -120,7 +120,7 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
                 self._open.close()
                 raise
             endpoint = RolloutEndpoint(
-                rollout_of(LOCAL), self._ask, self.ranks, launch.real_weights, config.timeout_seconds
+                rollout_of(LOCAL), self._ask, self.ranks, not random_weights, config.timeout_seconds
             )
             self._given = Given(spec.config)
             self._manager = SpmdShardingManager(

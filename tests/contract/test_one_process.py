@@ -161,7 +161,7 @@ class OneProcess:
         self.actor = Actor(self.server)
         mesh = dist.device_mesh.init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "infer_tp", "infer_pp"))
         self.adapter = SyncServerAdapter(config, model_config, mesh)
-        self.adapter.server_actor = self.actor
+        self.adapter.find_server = lambda: self.actor  # type: ignore[method-assign]
         leads = RolloutEndpoint(rollout_of("sglang"), calls_of(self.actor, ""), (0,), False, TIMEOUT, False)
         self.manager = SourceManager(self.source, leads, sync_config_of(config), BUCKET_BYTES, CPU)
         self.adapter._manager = self.manager

@@ -59,7 +59,7 @@ class Trainer:
             self._adapter._manager.sender.close()
             self._adapter._manager.connection.close()
         self._adapter = SyncServerAdapter(rollout_config(delivery), self._model_config, self._mesh)
-        self._adapter.server_actor = self._handle
+        self._adapter.find_server = lambda: self._handle
         manager = self._adapter._manager = self._adapter._make_manager(self._stream())
         manager._bucket_bytes = BUCKET_BYTES  # verl's key is in megabytes, and the model has one of these
 

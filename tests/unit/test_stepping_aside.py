@@ -134,7 +134,7 @@ def test_a_worker_refuses_what_the_driver_could_not_read() -> None:
     model = SimpleNamespace(path="org/name", hf_config=Llama4TextConfig(architectures=["Llama4ForCausalLM"]))
     adapter: Any = SimpleNamespace(model_config=model, rollout=SyncServerAdapter.rollout, config={})
     with pytest.raises(ValueError, match=r"model\.path=org/name: Llama4ForCausalLM cannot be synced to SGLang"):
-        SyncServerAdapter._refuse_family(adapter)
+        SyncServerAdapter._make_endpoint(adapter, False, (), "")
 
 
 def test_what_verl_moves_by_itself_is_not_refused_for_its_model(tmp_path: Path) -> None:

@@ -46,7 +46,6 @@ class LocalLaunch:
     module: str  # what the process runs, see ``process.serve``
     arguments: tuple[Any, ...]  # picklable; the first message that the process gets
     environment: Mapping[str, str]  # variables, unless the script's environment has them
-    real_weights: bool  # see ``RolloutEndpoint``
 
 
 class Rollout(Protocol):

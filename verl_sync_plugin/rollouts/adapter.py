@@ -63,7 +63,6 @@ class SyncAdapter:
     config: Any
     model_config: Any
     device_mesh: DeviceMesh
-    server_actor: Any
 
     def __new__(
         cls, config: Any, model_config: Any, device_mesh: DeviceMesh | None = None, *args: Any, **kwargs: Any
@@ -87,10 +86,9 @@ class SyncAdapter:
         self.rollout.refuse_keys(config)
         stock: Any = super().__init__
         stock(config, model_config, device_mesh, replica_rank, **more)
-        # verl's base class fills in device_mesh later
         self._separate = None if device_mesh is not None else SeparateReceiver(self._make_separate)
         self.makes_room = self._separate is None  # our worker may, around the syncs of this rollout
-        self._sync, self.real_weights = sync_config_of(config), not str(self.config.load_format).startswith("dummy")
+        self._sync = sync_config_of(config)
         self._manager: ShardingManager | None = None
         # With resident weights verl makes no first-stage call; False of a config without our keys is verl's default
         two_stages = config.multi_stage_wake_up or not hasattr(config, BUCKET) or self.serves_adapter
@@ -109,17 +107,11 @@ class SyncAdapter:
     @property
     def leads(self) -> bool:
         """True if this rank speaks for its engine's server."""
-        raise NotImplementedError
+        return bool(self.device_mesh["infer_tp"].get_local_rank() == 0)
 
     def find_server(self) -> Any:
         """The handle of the engine's server actor."""
         raise NotImplementedError
-
-    async def _init_server_adapter(self, **more: Any) -> None:
-        """Finds the server actor. Replaces verl's, which builds an HTTP client that this path does not use."""
-        say_unused("_init_server_adapter", more)
-        if not hasattr(self, "server_actor"):
-            self.server_actor = self.find_server()
 
     async def resume(self, tags: list[str], **more: Any) -> None:
         """verl's stage calls: ``["weights"]`` is noted, ``["kv_cache"]`` ends the sync."""
@@ -132,9 +124,9 @@ class SyncAdapter:
     async def release(self, **more: Any) -> None:
         """Puts the engine to sleep; harmless when it sleeps already."""
         say_unused("release", more)
-        await self._init_server_adapter()
         if self.config.free_cache_engine and self.leads:
-            await self.server_actor.release_tags.remote([KV_CACHE] if self.serves_adapter else [KV_CACHE, WEIGHTS])
+            tags = [KV_CACHE] if self.serves_adapter else [KV_CACHE, WEIGHTS]
+            await self.find_server().release_tags.remote(tags)
 
     async def update_weights(self, weights: Any, global_steps: int | None = None, ends: bool = True, **_: Any) -> None:
         """Moves the trainer's weights into the engine. Collective over all trainer ranks. Raises SyncError where any
@@ -145,7 +137,6 @@ class SyncAdapter:
             return
         if not isinstance(weights, ShardStream):
             refuse_plain_stream()
-        await self._init_server_adapter()
         if self._manager is None:
             with self._around.stage("update_weights"), self._around.stage("open"):
                 self._manager = self._make_manager(weights)
@@ -219,14 +210,10 @@ class SyncAdapter:
 
     def _make_manager(self, stream: ShardStream) -> ShardingManager:
         """This rank's sharding manager. Collective over all trainer ranks."""
-        config, device, mesh = self.config, trainer_device(), self.device_mesh["infer_tp"]
-        self._refuse_family()
-        manager_class = get_sharding_manager(stream.trainer, str(config.name))
-        megabytes = bucket_of(config)
-        calls = calls_of(self.server_actor, Ranks.after_loss) if mesh.get_local_rank() == 0 else None
-        given = calls, tuple(mesh.mesh.tolist()), self.real_weights, self._sync.timeout_seconds
-        awake = not (config.free_cache_engine and self._stages[1])
-        endpoint = RolloutEndpoint(self.rollout, *given, awake_after_load=awake)
+        config, device, ranks = self.config, trainer_device(), tuple(self.device_mesh["infer_tp"].mesh.tolist())
+        resumes_later = bool(config.free_cache_engine and self._stages[1])
+        endpoint = self._make_endpoint(self.leads, ranks, Ranks.after_loss, resumes_later)
+        manager_class, megabytes = get_sharding_manager(stream.trainer, str(config.name)), bucket_of(config)
         rank, name = torch.distributed.get_rank(), manager_class.__name__
         say(f"actor rank {rank}: sharding manager {name}, buckets of {megabytes} MiB")
         manager = manager_class(stream.engine, endpoint, self._sync, megabytes << 20, device, str(config.dtype))
@@ -235,18 +222,24 @@ class SyncAdapter:
 
     def _make_separate(self, membership: Membership) -> SeparateRollout:
         """Collective over trainer and rollout ranks."""
-        self._refuse_family()
         assert membership.ranks is not None, "joined"
         rank, ranks = membership.ranks.rank, membership.engine_ranks
         place = ranks.index(rank)
-        calls = calls_of(self.find_server(), membership.ranks.after_loss) if place == 0 else None
         # A server whose driver has released its KV cache flushes when that is back, whatever it is asked
-        endpoint = RolloutEndpoint(self.rollout, calls, ranks, self.real_weights, self._sync.timeout_seconds)
+        endpoint = self._make_endpoint(place == 0, ranks, membership.ranks.after_loss)
         say(f"rollout rank {rank}: engine rank {place} of {len(ranks)}, separate from the trainer")
         return SeparateRollout(membership.ranks, endpoint, self._sync, trainer_device())
 
-    def _refuse_family(self) -> None:  # the driver may have had no checkpoint
+    def _make_endpoint(
+        self, leads: bool, ranks: tuple[int, ...], after_death: str, resumes_later: bool = False
+    ) -> RolloutEndpoint:
+        """Refuses the engine's model, too, of which the driver may have had no checkpoint."""
         self.rollout.refuse_family(str(self.model_config.path), self.model_config.hf_config.to_dict(), self.config)
+        calls = calls_of(self.find_server(), after_death) if leads else None
+        real_weights = not str(self.config.load_format).startswith("dummy")
+        return RolloutEndpoint(
+            self.rollout, calls, ranks, real_weights, self._sync.timeout_seconds, awake_after_load=not resumes_later
+        )
 
 
 class SeparateReceiver:

@@ -93,28 +93,23 @@ class WeightsGate:
         """Waits, as a request in SGLang's own queue would, while a sync is under way, generation is paused or memory is
         released, and for the next sync where the engine has no synced weights. Raises HalfWrittenError where the
         last sync failed. Yields to no other task where there is nothing to wait for."""
-        await self._until(lambda: not self.closed or (self._failure is not None and not self.syncing))
+        while self.closed and (self.syncing or self._failure is None):
+            await self._opened.wait()
         self._refuse_half_written()
 
     async def rest(self, seconds: float) -> None:
         """Waits until no sync is under way. Raises HalfWrittenError where the last one failed, or the one under way
         does not end within ``seconds``."""
-        await self._until(
-            lambda: not self.syncing,
-            f"the rollout engine's weights may be half written: a sync has been under way for {seconds:g} s, and "
-            "nobody has said that it is over; look for the trainer or rollout rank that died, and sync again",
-            seconds,
-        )
-        self._refuse_half_written()
-
-    async def _until(self, there: Callable[[], bool], why: str = "", seconds: float | None = None) -> None:
-        """Waits for a state, and lets nothing else run where it is there. Raises HalfWrittenError after ``seconds``."""
         try:
             async with asyncio.timeout(seconds):
-                while not there():
+                while self.syncing:
                     await self._opened.wait()
         except TimeoutError:
-            raise HalfWrittenError(why) from None
+            raise HalfWrittenError(
+                f"the rollout engine's weights may be half written: a sync has been under way for {seconds:g} s, and "
+                "nobody has said that it is over; look for the trainer or rollout rank that died, and sync again"
+            ) from None
+        self._refuse_half_written()
 
     def _refuse_half_written(self) -> None:
         if self._failure is not None:

@@ -146,7 +146,7 @@ def prepare_local(spec: LocalSpec) -> LocalLaunch:
         "custom_weight_loader": [*loaders, f"{LOADER_MODULE}.load", DIGEST_LOADER],
     }
     given = arguments, spec.sync.timeout_seconds, spec.random_weights
-    return LocalLaunch(ENGINE, f"{__name__}.script_server", given, variable, not spec.random_weights)
+    return LocalLaunch(ENGINE, f"{__name__}.script_server", given, variable)
 
 
 if TYPE_CHECKING:

@@ -23,9 +23,5 @@ class SyncServerAdapter(SyncAdapter, ServerAdapter):
     def serves_adapter(self) -> bool:
         return bool(lora_served_as_adapter(self.model_config))
 
-    @property
-    def leads(self) -> bool:
-        return bool(self._is_server_tp_leader())
-
     def find_server(self) -> Any:
         return ray.get_actor(f"sglang_server_{self.replica_rank}_{self.node_rank}")

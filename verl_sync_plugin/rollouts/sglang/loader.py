@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import traceback
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -60,10 +60,8 @@ def load(model: torch.nn.Module, named_tensors: NamedTensors, forget: bool = Fal
     except Exception:
         say(f"engine rank {tensor_parallel_rank()} could not reach its trainer rank\n{traceback.format_exc()}")
         return
-    try:
+    with closing(channel):
         _receive(model, channel, request, forget)
-    finally:
-        channel.close()
 
 
 def _receive(model: torch.nn.Module, channel: Channel, request: LoadRequest, forget: bool) -> None:

@@ -152,9 +152,8 @@ def left_to_verl(rollout: Any) -> str:
         if value not in (None, verls) and REFUSED.get(key, (but(), ""))[0](value):
             return f"{ARGUMENTS}.{key}={value!r}: weight sync goes by {ROLLOUT}.{key}={verls!r}; set that instead"
     if rollout.get("dtype", None) == "auto":
-        return (
-            f"{ROLLOUT}.dtype='auto': the dtype in which weights travel is unknown ({ROLLOUT}.dtype=bfloat16 says it)"
-        )
+        unknown = "the dtype in which weights travel is unknown"
+        return f"{ROLLOUT}.dtype='auto': {unknown} ({ROLLOUT}.dtype=bfloat16 says it)"
     return ""
 
 

@@ -51,7 +51,8 @@ ABORT_SECONDS, AGAIN_SECONDS, POLL_SECONDS = 1.0, 0.1, 0.002
 
 
 class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
-    """verl's SGLang server in hybrid and standalone mode, synced by the plugin."""
+    """verl's SGLang server in hybrid and standalone mode, synced by the plugin; any other is verl's own
+    (``SyncSGLangReplica``)."""
 
     engine_token: ClassVar[str] = ""  # by which the loader knows the servers of one engine
     rollout_mode: RolloutMode
@@ -59,10 +60,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sync = sync_config_of(self.config)
-        backend = self.config.checkpoint_engine.backend
-        # The rollout shares no GPU with the trainer, and the plugin syncs it
-        self.separate = self.rollout_mode == RolloutMode.STANDALONE and backend == SEPARATE_BACKEND
-        self._synced = self.separate or self.rollout_mode == RolloutMode.HYBRID
+        self.separate = self.rollout_mode == RolloutMode.STANDALONE  # it shares no GPU with the trainer
         self.pause = self._sync.pause if self.separate else "abort"
         self.keeps_requests = self.pause != "abort"
         # Retracted requests would find their prefixes of the weights before
@@ -70,7 +68,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         # True while SGLang is paused; ``paused_by_load``: for a load alone, after which ``finish_sync`` resumes it
         self._paused = self.paused_by_load = False
         made_up = str(self.config.load_format).startswith("dummy")
-        self.expect_updates(self._sync.timeout_seconds, self._sync.enabled and self._synced and made_up)
+        self.expect_updates(self._sync.timeout_seconds, made_up)
         self._report: dict[str, Any] | None = None
         self._processes: list[BaseProcess] = []
         self._served: list[str] | None = None  # names of factors for which SGLang has a place
@@ -135,7 +133,13 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         self._generate, manager.generate_request = manager.generate_request, self._generate_request
 
     async def _generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
-        await self._enter(request)
+        """Hazard: nothing else may run between the end of ``enter`` and SGLang's call, or a sync could begin there."""
+        try:
+            await self._gate.enter()
+        except HalfWrittenError as error:
+            if request is None:
+                raise
+            raise HTTPException(UNAVAILABLE, str(error)) from error
         self._inside += 1
         try:
             if self.pause == "in_place" and hasattr(obj, "extra_key"):
@@ -148,15 +152,6 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         finally:
             self._inside -= 1
             self._ended = time.monotonic()
-
-    async def _enter(self, request: Any) -> None:
-        """Hazard: nothing else may run between the end of ``enter`` and SGLang's call, or a sync could begin there."""
-        try:
-            await self._gate.enter()
-        except HalfWrittenError as error:
-            if request is None:
-                raise
-            raise HTTPException(UNAVAILABLE, str(error)) from error
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         """verl's generate, after the gate that SGLang's requests pass, too. A call that may span a sync names the
@@ -172,16 +167,16 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
     async def abort_all_requests(self, **more: Any) -> None:
         """verl's call before a sync: aborts the requests, or pauses SGLang with them inside. SGLang handles requests to
         its scheduler in their order, so no forward pass begins between this and a load."""
-        gated, before = self.node_rank == 0 and self._synced, self._paused
-        if gated:
-            self._gate.hold()
+        if self.node_rank != 0:
+            return
+        before = self._paused
+        self._gate.hold()
         try:
-            if self.keeps_requests and self.node_rank == 0:
+            if self.keeps_requests:
                 say_unused("abort_all_requests", more)
                 await self.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode=self.pause))
-            elif not self.keeps_requests:
-                if gated:
-                    await end_requests(self.tokenizer_manager)
+            else:
+                await end_requests(self.tokenizer_manager)
                 await super().abort_all_requests(**more)
         except BaseException:
             if not before:
