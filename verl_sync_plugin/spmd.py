@@ -109,24 +109,22 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
             devices, self._group = make_groups(agreement, self.ranks, self.device, config.timeout_seconds)
             agreement.step("making room for the engine", lambda: release_cache(self.device))
             ready: Future[None] | None = None
-            try:
+            with ExitStack() as opened:
                 with agreement.attempt():
                     if dist.get_rank() == self.ranks[0]:
                         process = EngineProcess(launch, devices)
-                        self._open.callback(process.close)
+                        opened.callback(process.close)
                         self._ask, ready = process.ask, process.ready
                 self._awaited("launching the engine", ready)
-            except BaseException:
-                self._open.close()
-                raise
-            endpoint = RolloutEndpoint(
-                rollout_of(LOCAL), self._ask, self.ranks, not random_weights, config.timeout_seconds
-            )
-            self._given = Given(spec.config)
-            self._manager = SpmdShardingManager(
-                self._given, endpoint, config, megabytes << 20, self.device, dtype, agreement=agreement
-            )
-            self._open.callback(self._manager.connection.close)
+                endpoint = RolloutEndpoint(
+                    rollout_of(LOCAL), self._ask, self.ranks, not random_weights, config.timeout_seconds
+                )
+                self._given = Given(spec.config)
+                self._manager = SpmdShardingManager(
+                    self._given, endpoint, config, megabytes << 20, self.device, dtype, agreement=agreement
+                )
+                opened.callback(self._manager.connection.close)
+                self._open = opened.pop_all()
 
     def _call(self, what: str, method: str, *arguments: Any) -> Any:
         """Calls a server's method on all engines; returns this rank's answer, ``None`` without one. Collective."""

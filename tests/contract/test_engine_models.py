@@ -192,10 +192,7 @@ def a_load_that_keeps_tensors_or_needs_values_is_an_error(config: Any) -> None:
     """Neither as a parameter's data nor as an attribute: bytes of a slot are only lent."""
     keepers = (
         ("cannot be recorded", lambda parameter, loaded: setattr(parameter, "data", loaded)),
-        (
-            "cannot be recorded",
-            lambda parameter, loaded: parameter.data.copy_(torch.from_numpy(loaded.numpy())),
-        ),
+        ("cannot be recorded", lambda parameter, loaded: parameter.data.copy_(torch.from_numpy(loaded.numpy()))),
         (f"keeps {NORM}", lambda parameter, loaded: setattr(norm, "seen", loaded)),
     )
     for why, keep in keepers:

@@ -252,6 +252,7 @@ def test_a_cluster_whose_nodes_differ(tell: Callable[..., Any], monkeypatch: pyt
         (f"{ROLLOUT}.bogus=1", PROBLEM, "bogus", "+"),
         ("--config-name=nothing", PROBLEM, "nothing", "correct key"),
         ("--config-path=/no/such", PROBLEM, "/no/such", "correct key"),
+        ("--config-path", PROBLEM, "expected one argument", "correct key"),
         ("--config-dir=/x", PROBLEM, "--config-dir=/x: only overrides", "Leave it out"),
         ("notakey", PROBLEM, "notakey", "correct key or value"),
         (f"{ROLLOUT}.name=vllm", PROBLEM, "name=vllm: the plugin does not serve this rollout", "one of: sglang"),

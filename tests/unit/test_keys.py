@@ -91,6 +91,7 @@ REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
     ((GUARD, "trainer.use_v1=False"), "without one of verl's V1 trainers", f"or remove {GUARD[:-5]}"),
     # trainers
     ("actor_rollout_ref.actor.fsdp_config.qat.enable=True", "actor.fsdp_config.qat.enable=True: weight", "False"),
+    (("model_engine=megatron", f"{MEGATRON}.vanilla_mbridge=True", f"++{MODEL}.lora.rank=x"), "lora.rank='x'", "for"),
     *((("model_engine=megatron", f"++{MEGATRON}.{key}=True"), f"{MEGATRON}.{key}=True: ", "Set it to False")
       for key in ("qat.enable", "override_ddp_config.overlap_param_gather")),
     # other keys of the rollout

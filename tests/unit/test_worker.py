@@ -252,7 +252,7 @@ def test_the_unanswered_is_asked_again(error: Exception, gone: list[str], monkey
     asked = AsyncMock(side_effect=error)
     first = ("first", SimpleNamespace(generate=SimpleNamespace(remote=asked)))
     acquired: Any = LLMServerClient._acquire_server
-    acquired.side_effect = [first, acquired.return_value]
+    acquired.side_effect = [first, acquired.return_value, ActorDiedError()]
     remove, clear = AsyncMock(), AsyncMock()
     ours._load_balancer = SimpleNamespace(
         remove_servers=SimpleNamespace(remote=remove), clear_sticky_cache=SimpleNamespace(remote=clear)
@@ -260,6 +260,8 @@ def test_the_unanswered_is_asked_again(error: Exception, gone: list[str], monkey
     output = asyncio.run(ours.generate("request", prompt_ids=[1], sampling_params={}))
     assert output.token_ids == [1] and asked.await_count == 1
     assert [each.args for each in remove.await_args_list] == [(gone,)] * len(gone) and clear.await_count == len(gone)
+    with pytest.raises(ActorDiedError):  # the router itself
+        asyncio.run(ours.generate("request", prompt_ids=[1], sampling_params={}))
 
 
 @pytest.mark.parametrize("listed", [False, True])

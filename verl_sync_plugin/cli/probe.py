@@ -149,7 +149,7 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
         text = f"overrides not checked: the config of {module} may be another"
         return {"line": "", "findings": [warning(check, text, remedy)]}
     try:
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         parser.add_argument("--config-path", "-cp", default="config")
         parser.add_argument("--config-name", "-cn", default="ppo_trainer")
         given, overrides = parser.parse_known_args(words)

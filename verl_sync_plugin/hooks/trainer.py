@@ -138,11 +138,14 @@ class _Outliving(LLMServerClient):
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         while True:
+            _server.set("")
             try:
                 output = await super().generate(*args, **kwargs)
             except (ActorUnavailableError, HalfWrittenError):  # no connection, or no weights, at the moment
                 await asyncio.sleep(1)
             except ActorDiedError:
+                if not _server.get():  # the load balancer has died
+                    raise
                 # The one with the fewest requests gets the next one, which a dead server soon is
                 say(f"rollout server {_server.get()} has died; its requests go to another one")
                 await self._load_balancer.remove_servers.remote([_server.get()])
