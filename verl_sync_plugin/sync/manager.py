@@ -180,12 +180,11 @@ class ShardingManager(BaseShardingManager):
                     break
                 # Both are known before anything is loaded; the sync runs once more
                 except WayRefusedError as error:
-                    await self.connection.leave()
                     self.ways.fall_back(error)
                 except OtherDtypesError:
                     if self.trainer is not None:
-                        self.source = None  # opened again, it says other dtypes; first, for a wait can be cancelled
-                    await self.connection.leave()
+                        self.source = None  # opened again, it says other dtypes
+                await self.connection.leave()  # after that, for the wait can be cancelled
                 wake_tags = []  # the engine is awake by now
         with self.agreement.attempt():
             note_device_memory(self.report, self._device, "synced")
@@ -356,8 +355,10 @@ class ShardingManager(BaseShardingManager):
         try:
             agreement.settle("committing")
         finally:
-            with agreement.attempt():
-                way.close(sync)
+            # The engine ranks have unmapped the slots; one that failed before does so in the next sync
+            if report.in_place or not sync.keeps_staging:
+                with agreement.attempt():
+                    self.sender.unstage()
         with agreement.attempt():
             if self.connection.pending is not None:
                 report.stages = {"sleep": await self.endpoint.answered(self.connection.pending), **report.stages}

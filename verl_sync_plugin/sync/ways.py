@@ -90,9 +90,9 @@ class Reach:
 
 
 class Way(ABC):
-    """Lives as long as the run. For each sync the ranks vote for a way; then all of them call ``fill``, ``handshake``,
-    ``run`` and ``close``. What is collective raises SyncError on all ranks where any has failed. Arguments are those of
-    ``Ways``, and its ``reach``."""
+    """Lives as long as the run. For each sync the ranks vote for a way; then all of them call ``fill``, ``handshake``
+    and ``run``. What is collective raises SyncError on all ranks where any has failed. Arguments are those of ``Ways``,
+    and its ``reach``."""
 
     name: str
     _sources: tuple[int, ...] = ()  # the ranks whose memory this rank's engine rank reads
@@ -133,10 +133,6 @@ class Way(ABC):
     def run(self, sync: Sync) -> None:
         """Collective: hands everything over. When it returns, this rank's engine rank has read everything, or this
         rank has failed."""
-
-    @abstractmethod
-    def close(self, sync: Sync) -> None:
-        """Gives back what is not kept: all engine ranks have committed this sync, or failed to. Not collective."""
 
     @abstractmethod
     def fall_back(self, error: WayRefusedError) -> None:
@@ -262,11 +258,6 @@ class InPlace(Way):
         if obstacle and not self.ruled_out:
             self._say(obstacle)
 
-    def close(self, sync: Sync) -> None:
-        """Gives back the staging memory of earlier syncs. By now the engine ranks have unmapped it; one that failed
-        before does so in the next sync."""
-        self._sender.unstage()
-
     def fall_back(self, error: WayRefusedError) -> None:
         """As long as an engine rank says that it cannot map them, parameters are staged."""
         self._readable_plan = ""
@@ -281,13 +272,13 @@ class Staged(Way):
     """
 
     name = "staged"
-    _plan: Plan | None = None  # that the staging memory is for
+    _staged_plan = ""  # that the staging memory is for
     _broadcasts = False
 
     def needs_staging(self, sync: Sync) -> bool:
         """True if ``stage`` has to come first."""
-        known = self._plan is not None and self._plan.digest == sync.plan.digest
-        return not known or (self._holds(sync.plan) and not self._sender.staging_bytes)
+        gone = self._holds(sync.plan) and not self._sender.staging_bytes
+        return gone or self._staged_plan != sync.plan.digest
 
     def _holds(self, plan: Plan) -> bool:
         """True if this rank has slots."""
@@ -295,7 +286,7 @@ class Staged(Way):
 
     def stage(self, sync: Sync) -> None:
         """Collective: makes staging memory for the plan; each rank hears of what its engine rank will read."""
-        self._plan, plan = None, sync.plan  # what was there is gone even if this fails
+        self._staged_plan, plan = "", sync.plan  # what was there is gone even if this fails
         sources = sync.senders if plan.sharded else (self._me,)
         mine = self._agreement.step(
             "making the staging memory", lambda: self._sender.reserve(plan) if self._holds(plan) else None
@@ -303,7 +294,7 @@ class Staged(Way):
         everywhere = self._agreement.gather("exchanging the staging memory", mine) if plan.sharded else {self._me: mine}
         held = (everywhere[rank] for rank in sources if self._loads)
         self._stagings = tuple(slots for slots in held if slots is not None)
-        self._sources, self._plan = sources, plan
+        self._sources, self._staged_plan = sources, plan.digest
         self._broadcasts = not plan.sharded and (self._separate or any(bucket.world > 1 for bucket in plan.buckets))
         self.name = "broadcast" if self._broadcasts else "staged"
 
@@ -386,13 +377,6 @@ class Staged(Way):
         else:
             return  # every rank has packed all of it
         self._sender.broadcast(bucket, index % SLOTS, sync.senders, start)
-
-    def close(self, sync: Sync) -> None:
-        """Gives the staging memory back where the engine would lack it. By now the engine ranks have unmapped it; one
-        that failed before does so in the next sync."""
-        if not sync.keeps_staging:
-            self._sender.unstage()
-            self._plan = None
 
     def fall_back(self, error: WayRefusedError) -> None:
         if not self._reach.sharded:
