@@ -46,12 +46,9 @@ class ShardingManager(BaseShardingManager):
     Construction is collective over all trainer ranks.
 
     Args:
-        engine: verl's training engine.
-        endpoint: the rollout engine of this rank.
-        config: the sync's settings.
+        engine: verl's training engine, which computes on ``device``.
+        endpoint: the rollout engine of this rank; its ``rollout_dtype`` is ``rollout.dtype``.
         bucket_bytes: bound on what a rank stages of one bucket.
-        device: where the trainer computes.
-        rollout_dtype: ``rollout.dtype``.
         agreement: in which the ranks settle; made here, by all ranks of the trainer, when not given.
         own: where the trainer's ranks settle among themselves, if the rollout's ranks are others.
 
@@ -159,10 +156,8 @@ class ShardingManager(BaseShardingManager):
         return self.trainer is not None and self.trainer.serves_adapter
 
     def lacks_base(self) -> bool:
-        """True if the base has to travel before the adapter; the same on all ranks.
-
-        To an engine that began with the checkpoint, too: a sync proves what it holds, its own load does not.
-        """
+        """True if the base has to travel before the adapter; the same on all ranks. To an engine that began with the
+        checkpoint, too: a sync proves what it holds, its own load does not."""
         return not self._base_sent
 
     def _new_report(self, global_steps: int | None) -> SyncReport:
@@ -190,11 +185,9 @@ class ShardingManager(BaseShardingManager):
             note_device_memory(self.report, self._device, "synced")
 
     async def _sync(self, wake_tags: list[str], global_steps: int | None) -> None:
-        """One sync in the order in which it happens; all ranks agree before what depends on a step, and per bucket.
-
+        """One sync in the order in which it happens; all ranks agree before what depends on a step, and per bucket:
         plan, wake (meanwhile the first slots are filled, or parameters hashed), connect, transfer, commit; ``finish``
-        comes later, when the trainer has made room.
-        """
+        comes later, when the trainer has made room."""
         stage, early = self.report.stage, self.asks_early and not wake_tags
         self.connection.begin(global_steps)
         try:
@@ -289,11 +282,8 @@ class ShardingManager(BaseShardingManager):
     async def wake(self, tags: list[str], meanwhile: Callable[[], None]) -> None:
         """Collective: the leader has the engine resume ``tags`` (the same on all ranks; none when it is awake) while
         every rank does something else, which may settle and raise SyncError on all ranks alike. The report gets the
-        seconds of that as ``update_weights``, and those beyond as ``resume_weights``.
-
-        A failed engine is heard of when the ranks settle next. It has answered by then, so that the next sync finds it
-        idle.
-        """
+        seconds of that as ``update_weights``, and those beyond as ``resume_weights``. A failed engine is heard of when
+        the ranks settle next. It has answered by then, so that the next sync finds it idle."""
         report, agreement = self.report, self.agreement
         if not tags:
             with report.stage("update_weights"):

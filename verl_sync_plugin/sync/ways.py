@@ -50,10 +50,8 @@ class Sync:
     """One sync under way, of which all ranks have the same plan.
 
     Attributes:
-        plan: what travels, in which buckets.
         source: what prepares the shards.
         shards: all shards of this rank, by base index.
-        report: gets the stages.
         senders: the ranks whose segments make up a bucket for this rank's engine rank, in their order.
         verified: what lies in the engine's parameters is to be compared with what is sent.
         keeps_staging: staging memory stays for the next sync.
@@ -176,11 +174,10 @@ class Way(ABC):
 
 
 class InPlace(Way):
-    """Engine ranks read parameters where they lie, all at once, by a few launches of the copy kernel.
-
-    Only where an engine rank has said that its load map covers everything, every trainer rank can tell where its
-    parameters are, and every engine rank can map them. What cannot be read so (merged adapters, offloaded parameters, a
-    model that loads the tensors itself) is staged.
+    """Engine ranks read parameters where they lie, all at once, by a few launches of the copy kernel. Only where an
+    engine rank has said that its load map covers everything, every trainer rank can tell where its parameters are, and
+    every engine rank can map them. What cannot be read so (merged adapters, offloaded parameters, a model that loads
+    the tensors itself) is staged.
 
     Attributes:
         ruled_out: why the user has all parameters staged; empty where they are not.
@@ -265,11 +262,8 @@ class InPlace(Way):
 
 
 class Staged(Way):
-    """Buckets are packed into slots, and engine ranks read them there.
-
-    A byte that an engine rank does not need is never moved to it where the slots are mapped, and what its own trainer
-    rank holds never leaves the GPU.
-    """
+    """Buckets are packed into slots, and engine ranks read them there. A byte that an engine rank does not need is
+    never moved to it where the slots are mapped, and what its own trainer rank holds never leaves the GPU."""
 
     name = "staged"
     _staged_plan = ""  # that the staging memory is for
@@ -317,11 +311,9 @@ class Staged(Way):
             self._sender.pack(index, index % SLOTS, sync.shards)
 
     def run(self, sync: Sync) -> None:
-        """Hands all buckets over, after ``fill``.
-
-        A rank that has failed says so before anything is moved, so nobody waits for its bytes; and what is under way is
-        awaited before a rank gives up, so that nothing of a failed sync comes into a later one.
-        """
+        """Hands all buckets over. A rank that has failed says so before anything is moved, so nobody waits for its
+        bytes; and what is under way is awaited before a rank gives up, so that nothing of a failed sync comes into a
+        later one."""
         try:
             self._run(sync)
         except BaseException as error:

@@ -196,10 +196,7 @@ def _file_at(path: str) -> str:
     return os.readlink(path) if os.path.islink(path) else path
 
 
-Exporter = CudaExporter | SharedFileExporter
-
-
-def exporter_of(device: torch.device) -> Exporter:
+def exporter_of(device: torch.device) -> CudaExporter | SharedFileExporter:
     return CudaExporter() if device.type == "cuda" else SharedFileExporter()
 
 
