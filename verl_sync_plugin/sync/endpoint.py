@@ -202,7 +202,7 @@ class EngineConnection:
                         f"the engine did not connect within {KEY_PREFIX}.timeout_seconds={seconds:g}; see {name}'s log"
                     )
             votes = [missing, bool(refusal), news()]
-            waiting, refused, heard = self._agreement.vote("connecting to the engine", list(map(int, votes))).tolist()
+            waiting, refused, heard = self._agreement.vote("connecting to the engine", votes).tolist()
             again = True
         if refused:
             texts = self._agreement.gather("asking why the way is refused", refusal)

@@ -266,7 +266,7 @@ class Staged(Way):
     never moved to it where the slots are mapped, and what its own trainer rank holds never leaves the GPU."""
 
     name = "staged"
-    _staged_plan = ""  # that the staging memory is for
+    _staged_plan = ""  # the digest of the plan that the staging memory is for
     _broadcasts = False
 
     def needs_staging(self, sync: Sync) -> bool:
