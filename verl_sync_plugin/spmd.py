@@ -36,6 +36,7 @@ from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import together_seconds
 
 ROUND_SECONDS = 1.0
+Sampling = Mapping[str, Any] | Sequence[Mapping[str, Any]]  # for all prompts, or for each
 
 
 class SpmdShardingManager(ShardingManager):
@@ -214,11 +215,7 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
         self._call(f"resume of {tag}", "wake", [tag])
         self._released.discard(tag)
 
-    def generate(
-        self,
-        token_ids: Sequence[Sequence[int]],
-        sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[Generated]:
+    def generate(self, token_ids: Sequence[Sequence[int]], sampling: Sampling | None = None) -> list[Generated]:
         """Generates. All ranks of an engine give the same prompts and get all responses; engines may be given different
         ones, and different numbers of them. Raises RolloutError where a prompt or parameter does not fit, or the engine
         has no weights, has no memory or failed.
@@ -374,7 +371,7 @@ class Generated:
 
 
 def request_of(
-    token_ids: Sequence[Sequence[int]], sampling: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
+    token_ids: Sequence[Sequence[int]], sampling: Sampling | None
 ) -> tuple[list[list[int]], list[dict[str, Any]]]:
     """Checks the arguments of ``SpmdRollout.generate``. Returns a prompt and sampling parameters per response."""
     prompts = [list(prompt) for prompt in token_ids]

@@ -169,10 +169,8 @@ class EngineConnection:
             self._next = self._listen(self._number + 1)
 
     def ask(self) -> None:
-        """Has the engine start to load.
-
-        On the leader the engine has the request when this returns, unless this rank has failed: it may still be asleep.
-        """
+        """Has the engine start to load. On the leader the engine has the request when this returns, unless this rank
+        has failed: it may still be asleep."""
         with self._agreement.attempt():
             if self._endpoint.leader and not self._agreement.failed:
                 addresses = tuple(self._address(rank, self._number) for rank in self._endpoint.ranks)
@@ -204,7 +202,7 @@ class EngineConnection:
                         f"the engine did not connect within {KEY_PREFIX}.timeout_seconds={seconds:g}; see {name}'s log"
                     )
             votes = [missing, bool(refusal), news()]
-            waiting, refused, heard = self._agreement.vote("connecting to the engine", list(map(int, votes))).tolist()
+            waiting, refused, heard = self._agreement.vote("connecting to the engine", votes).tolist()
             again = True
         if refused:
             texts = self._agreement.gather("asking why the way is refused", refusal)

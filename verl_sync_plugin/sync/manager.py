@@ -46,12 +46,9 @@ class ShardingManager(BaseShardingManager):
     Construction is collective over all trainer ranks.
 
     Args:
-        engine: verl's training engine.
-        endpoint: the rollout engine of this rank.
-        config: the sync's settings.
+        engine: verl's training engine, which computes on ``device``.
+        endpoint: the rollout engine of this rank; its ``rollout_dtype`` is ``rollout.dtype``.
         bucket_bytes: bound on what a rank stages of one bucket.
-        device: where the trainer computes.
-        rollout_dtype: ``rollout.dtype``.
         agreement: in which the ranks settle; made here, by all ranks of the trainer, when not given.
         own: where the trainer's ranks settle among themselves, if the rollout's ranks are others.
 
@@ -159,10 +156,8 @@ class ShardingManager(BaseShardingManager):
         return self.trainer is not None and self.trainer.serves_adapter
 
     def lacks_base(self) -> bool:
-        """True if the base has to travel before the adapter; the same on all ranks.
-
-        To an engine that began with the checkpoint, too: a sync proves what it holds, its own load does not.
-        """
+        """True if the base has to travel before the adapter; the same on all ranks. To an engine that began with the
+        checkpoint, too: a sync proves what it holds, its own load does not."""
         return not self._base_sent
 
     def _new_report(self, global_steps: int | None) -> SyncReport:
@@ -180,22 +175,19 @@ class ShardingManager(BaseShardingManager):
                     break
                 # Both are known before anything is loaded; the sync runs once more
                 except WayRefusedError as error:
-                    await self.connection.leave()
                     self.ways.fall_back(error)
                 except OtherDtypesError:
                     if self.trainer is not None:
-                        self.source = None  # opened again, it says other dtypes; first, for a wait can be cancelled
-                    await self.connection.leave()
+                        self.source = None  # opened again, it says other dtypes
+                await self.connection.leave()  # after that, for the wait can be cancelled
                 wake_tags = []  # the engine is awake by now
         with self.agreement.attempt():
             note_device_memory(self.report, self._device, "synced")
 
     async def _sync(self, wake_tags: list[str], global_steps: int | None) -> None:
-        """One sync in the order in which it happens; all ranks agree before what depends on a step, and per bucket.
-
+        """One sync in the order in which it happens; all ranks agree before what depends on a step, and per bucket:
         plan, wake (meanwhile the first slots are filled, or parameters hashed), connect, transfer, commit; ``finish``
-        comes later, when the trainer has made room.
-        """
+        comes later, when the trainer has made room."""
         stage, early = self.report.stage, self.asks_early and not wake_tags
         self.connection.begin(global_steps)
         try:
@@ -290,11 +282,8 @@ class ShardingManager(BaseShardingManager):
     async def wake(self, tags: list[str], meanwhile: Callable[[], None]) -> None:
         """Collective: the leader has the engine resume ``tags`` (the same on all ranks; none when it is awake) while
         every rank does something else, which may settle and raise SyncError on all ranks alike. The report gets the
-        seconds of that as ``update_weights``, and those beyond as ``resume_weights``.
-
-        A failed engine is heard of when the ranks settle next. It has answered by then, so that the next sync finds it
-        idle.
-        """
+        seconds of that as ``update_weights``, and those beyond as ``resume_weights``. A failed engine is heard of when
+        the ranks settle next. It has answered by then, so that the next sync finds it idle."""
         report, agreement = self.report, self.agreement
         if not tags:
             with report.stage("update_weights"):
@@ -356,8 +345,10 @@ class ShardingManager(BaseShardingManager):
         try:
             agreement.settle("committing")
         finally:
-            with agreement.attempt():
-                way.close(sync)
+            # The engine ranks have unmapped the slots; one that failed before does so in the next sync
+            if report.in_place or not sync.keeps_staging:
+                with agreement.attempt():
+                    self.sender.unstage()
         with agreement.attempt():
             if self.connection.pending is not None:
                 report.stages = {"sleep": await self.endpoint.answered(self.connection.pending), **report.stages}

@@ -99,10 +99,8 @@ class Membership:
 
     Args:
         device: where it computes.
-        trainer: whether it is a trainer rank.
-        first: whether it is trainer rank 0, which keeps the store.
-        timeout_seconds: how long a rank waits for what is its own (``custom.sync.timeout_seconds``); members wait for
-            each other as ``together_seconds`` says.
+        trainer: it is a trainer rank; the ``first`` one keeps the store.
+        timeout_seconds: how long a rank waits for what is its own; for each other as ``together_seconds`` says.
 
     Attributes:
         ranks: all members, while there is a group.
@@ -113,8 +111,7 @@ class Membership:
     def __init__(self, device: torch.device, trainer: bool, first: bool, timeout_seconds: float) -> None:
         self._device = device
         self._trainer = trainer
-        self._alone_seconds = timeout_seconds
-        self._timeout = together_seconds(timeout_seconds)
+        self._seconds = timeout_seconds
         self._key = uuid.uuid4().hex
         self._store: dist.TCPStore | None = None
         self._address: tuple[str, int] | None = None
@@ -144,16 +141,15 @@ class Membership:
         if self._store is None:
             assert members[0].store is not None, "trainer rank 0 keeps the store"
             host, port = members[0].store
-            bound = timedelta(seconds=self._timeout)
+            bound = timedelta(seconds=together_seconds(self._seconds))
             self._store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=bound)
         trainers = sum(member.trainer for member in members)
-        sizes = trainers, len(members) - trainers
         try:
             if rank < trainers:
                 store = dist.PrefixStore(f"{name}/trainers", self._store)
-                self.own = JointRanks(store, rank, trainers, 0, self._timeout, self._device)
+                self.own = JointRanks(store, rank, trainers, 0, self._seconds, self._device)
             store = dist.PrefixStore(name, self._store)
-            self.ranks = JointRanks(store, rank, *sizes, self._timeout, self._device, self._alone_seconds)
+            self.ranks = JointRanks(store, rank, trainers, len(members) - trainers, self._seconds, self._device)
         except BaseException:
             self.leave()  # others may have come through; with a member that is in no group all make another one
             raise

@@ -50,10 +50,8 @@ class Sync:
     """One sync under way, of which all ranks have the same plan.
 
     Attributes:
-        plan: what travels, in which buckets.
         source: what prepares the shards.
         shards: all shards of this rank, by base index.
-        report: gets the stages.
         senders: the ranks whose segments make up a bucket for this rank's engine rank, in their order.
         verified: what lies in the engine's parameters is to be compared with what is sent.
         keeps_staging: staging memory stays for the next sync.
@@ -90,9 +88,9 @@ class Reach:
 
 
 class Way(ABC):
-    """Lives as long as the run. For each sync the ranks vote for a way; then all of them call ``fill``, ``handshake``,
-    ``run`` and ``close``. What is collective raises SyncError on all ranks where any has failed. Arguments are those of
-    ``Ways``, and its ``reach``."""
+    """Lives as long as the run. For each sync the ranks vote for a way; then all of them call ``fill``, ``handshake``
+    and ``run``. What is collective raises SyncError on all ranks where any has failed. Arguments are those of ``Ways``,
+    and its ``reach``."""
 
     name: str
     _sources: tuple[int, ...] = ()  # the ranks whose memory this rank's engine rank reads
@@ -133,10 +131,6 @@ class Way(ABC):
     def run(self, sync: Sync) -> None:
         """Collective: hands everything over. When it returns, this rank's engine rank has read everything, or this
         rank has failed."""
-
-    @abstractmethod
-    def close(self, sync: Sync) -> None:
-        """Gives back what is not kept: all engine ranks have committed this sync, or failed to. Not collective."""
 
     @abstractmethod
     def fall_back(self, error: WayRefusedError) -> None:
@@ -180,11 +174,10 @@ class Way(ABC):
 
 
 class InPlace(Way):
-    """Engine ranks read parameters where they lie, all at once, by a few launches of the copy kernel.
-
-    Only where an engine rank has said that its load map covers everything, every trainer rank can tell where its
-    parameters are, and every engine rank can map them. What cannot be read so (merged adapters, offloaded parameters, a
-    model that loads the tensors itself) is staged.
+    """Engine ranks read parameters where they lie, all at once, by a few launches of the copy kernel. Only where an
+    engine rank has said that its load map covers everything, every trainer rank can tell where its parameters are, and
+    every engine rank can map them. What cannot be read so (merged adapters, offloaded parameters, a model that loads
+    the tensors itself) is staged.
 
     Attributes:
         ruled_out: why the user has all parameters staged; empty where they are not.
@@ -262,11 +255,6 @@ class InPlace(Way):
         if obstacle and not self.ruled_out:
             self._say(obstacle)
 
-    def close(self, sync: Sync) -> None:
-        """Gives back the staging memory of earlier syncs. By now the engine ranks have unmapped it; one that failed
-        before does so in the next sync."""
-        self._sender.unstage()
-
     def fall_back(self, error: WayRefusedError) -> None:
         """As long as an engine rank says that it cannot map them, parameters are staged."""
         self._readable_plan = ""
@@ -274,20 +262,17 @@ class InPlace(Way):
 
 
 class Staged(Way):
-    """Buckets are packed into slots, and engine ranks read them there.
-
-    A byte that an engine rank does not need is never moved to it where the slots are mapped, and what its own trainer
-    rank holds never leaves the GPU.
-    """
+    """Buckets are packed into slots, and engine ranks read them there. A byte that an engine rank does not need is
+    never moved to it where the slots are mapped, and what its own trainer rank holds never leaves the GPU."""
 
     name = "staged"
-    _plan: Plan | None = None  # that the staging memory is for
+    _staged_plan = ""  # the digest of the plan that the staging memory is for
     _broadcasts = False
 
     def needs_staging(self, sync: Sync) -> bool:
         """True if ``stage`` has to come first."""
-        known = self._plan is not None and self._plan.digest == sync.plan.digest
-        return not known or (self._holds(sync.plan) and not self._sender.staging_bytes)
+        gone = self._holds(sync.plan) and not self._sender.staging_bytes
+        return gone or self._staged_plan != sync.plan.digest
 
     def _holds(self, plan: Plan) -> bool:
         """True if this rank has slots."""
@@ -295,7 +280,7 @@ class Staged(Way):
 
     def stage(self, sync: Sync) -> None:
         """Collective: makes staging memory for the plan; each rank hears of what its engine rank will read."""
-        self._plan, plan = None, sync.plan  # what was there is gone even if this fails
+        self._staged_plan, plan = "", sync.plan  # what was there is gone even if this fails
         sources = sync.senders if plan.sharded else (self._me,)
         mine = self._agreement.step(
             "making the staging memory", lambda: self._sender.reserve(plan) if self._holds(plan) else None
@@ -303,7 +288,7 @@ class Staged(Way):
         everywhere = self._agreement.gather("exchanging the staging memory", mine) if plan.sharded else {self._me: mine}
         held = (everywhere[rank] for rank in sources if self._loads)
         self._stagings = tuple(slots for slots in held if slots is not None)
-        self._sources, self._plan = sources, plan
+        self._sources, self._staged_plan = sources, plan.digest
         self._broadcasts = not plan.sharded and (self._separate or any(bucket.world > 1 for bucket in plan.buckets))
         self.name = "broadcast" if self._broadcasts else "staged"
 
@@ -326,11 +311,9 @@ class Staged(Way):
             self._sender.pack(index, index % SLOTS, sync.shards)
 
     def run(self, sync: Sync) -> None:
-        """Hands all buckets over, after ``fill``.
-
-        A rank that has failed says so before anything is moved, so nobody waits for its bytes; and what is under way is
-        awaited before a rank gives up, so that nothing of a failed sync comes into a later one.
-        """
+        """Hands all buckets over. A rank that has failed says so before anything is moved, so nobody waits for its
+        bytes; and what is under way is awaited before a rank gives up, so that nothing of a failed sync comes into a
+        later one."""
         try:
             self._run(sync)
         except BaseException as error:
@@ -386,13 +369,6 @@ class Staged(Way):
         else:
             return  # every rank has packed all of it
         self._sender.broadcast(bucket, index % SLOTS, sync.senders, start)
-
-    def close(self, sync: Sync) -> None:
-        """Gives the staging memory back where the engine would lack it. By now the engine ranks have unmapped it; one
-        that failed before does so in the next sync."""
-        if not sync.keeps_staging:
-            self._sender.unstage()
-            self._plan = None
 
     def fall_back(self, error: WayRefusedError) -> None:
         if not self._reach.sharded:

@@ -48,7 +48,8 @@ def take_part(work: dist.Work, device: torch.device, seconds: float) -> None:
 class Ranks:
     """A group of processes that exchange words by gloo on the CPU; calls are collective, in the same order on all.
 
-    Every call raises RuntimeError when a member is dead or silent for longer than the group's bound.
+    Every call, that of the constructor too, raises RuntimeError when a member is dead, or silent for longer than the
+    group's bound.
 
     Args:
         rank: this process's place.
@@ -60,9 +61,6 @@ class Ranks:
     Attributes:
         size: how many there are.
         after_loss: for messages: what a user does once a member is lost.
-
-    Raises:
-        RuntimeError: a member did not come within the bound.
     """
 
     after_loss: ClassVar[str] = "the run cannot sync any more, restart it"
@@ -111,10 +109,8 @@ class Ranks:
         return value if self.rank == 0 else _unpacked(mine)
 
     def close(self) -> None:
-        """Ends the group, whatever state its members are in; not collective.
-
-        With the last reference to it its connections close, which is how members that wait for this one hear of it.
-        """
+        """Ends the group, whatever state its members are in; not collective. With the last reference to it its
+        connections close, which is how members that wait for this one hear of it."""
         if self._kept is not None:
             self._kept.abort()
         self._kept = None
@@ -125,9 +121,7 @@ ALONE = Ranks(0, (), (0,))  # one process that waits for nobody
 
 def trainer_world(seconds: float) -> Ranks:
     """All processes of the trainer, each of which is paired with an engine rank: trainer and rollout share their GPUs.
-
-    Collective: makes a gloo group of its own, so that it neither waits for nor blocks the payload's group.
-    """
+    Collective: makes a gloo group of its own, so that it neither waits for nor blocks the payload's group."""
     rank, everyone = dist.get_rank(), range(dist.get_world_size())
     store = dist.distributed_c10d._get_default_store()
     number = store.add(f"verl-sync/{rank}", 1)  # of this group, on every rank
@@ -163,11 +157,8 @@ class Agreement:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Keeps an exception raised inside for the next ``settle``; skips nothing by itself.
-
-        A cancellation counts as one: this rank goes on to the next ``settle``, so that the others hear of it, and is
-        cancelled there.
-        """
+        """Keeps an exception raised inside for the next ``settle``; skips nothing by itself. A cancellation counts as
+        one: this rank goes on to the next ``settle``, so that the others hear of it, and is cancelled there."""
         try:
             yield
         except asyncio.CancelledError as error:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.transport.agreement import Ranks
+from verl_sync_plugin.transport.protocol import together_seconds
 
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
@@ -30,35 +31,25 @@ class JointRanks(Ranks):
 
     Args:
         store, rank: as in ``Ranks``.
-        trainers: how many ranks of the trainer there are.
-        rollouts: how many rollout ranks; 0 for the trainer's ranks alone.
-        timeout_seconds: bound on every call.
+        trainers, rollouts: how many there are; no rollouts for the trainer's ranks alone.
+        seconds: bound on NCCL's connecting of ranks, which come to that together; on every call ``together_seconds``.
         device: where this process computes.
-        connect_seconds: bound on NCCL's connecting of ranks, which come to that together; ``timeout_seconds`` if it is
-            not given.
     """
 
     after_loss = "the next sync forms a new group from the ranks that are alive then"
 
     def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        trainers: int,
-        rollouts: int,
-        timeout_seconds: float,
-        device: torch.device,
-        connect_seconds: float | None = None,
+        self, store: dist.Store, rank: int, trainers: int, rollouts: int, seconds: float, device: torch.device
     ) -> None:
-        super().__init__(rank, range(trainers), range(trainers, trainers + rollouts), store, timeout_seconds)
-        self._connect_seconds = connect_seconds or timeout_seconds
+        together, self._seconds = together_seconds(seconds), seconds
+        super().__init__(rank, range(trainers), range(trainers, trainers + rollouts), store, together)
         self._bytes: Any = None
         self._met = False
         if rollouts and device.type == "cuda":
             # A thread that is left alone in NCCL may go on waiting for the store, which it must not keep from others
             own = store.clone()  # type: ignore[attr-defined]
-            own.set_timeout(timedelta(seconds=self._connect_seconds))
-            self._bytes = _nccl(dist.PrefixStore("bytes", own), rank, self.size, timeout_seconds)
+            own.set_timeout(timedelta(seconds=seconds))
+            self._bytes = _nccl(dist.PrefixStore("bytes", own), rank, self.size, together)
         elif rollouts:
             self._bytes = dist.ProcessGroupGloo(dist.PrefixStore("bytes", store), rank, self.size, self._bound)
 
@@ -78,7 +69,7 @@ class JointRanks(Ranks):
                 group.broadcast(torch.zeros(1, device=device), 0).wait()
 
         if device.type == "cuda" and not self._met:
-            bounded(meet, device, self._connect_seconds, late=group.abort)
+            bounded(meet, device, self._seconds, late=group.abort)
             self._met = True
 
     def close(self) -> None:

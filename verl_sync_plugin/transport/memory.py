@@ -196,10 +196,7 @@ def _file_at(path: str) -> str:
     return os.readlink(path) if os.path.islink(path) else path
 
 
-Exporter = CudaExporter | SharedFileExporter
-
-
-def exporter_of(device: torch.device) -> Exporter:
+def exporter_of(device: torch.device) -> CudaExporter | SharedFileExporter:
     return CudaExporter() if device.type == "cuda" else SharedFileExporter()
 
 
@@ -258,13 +255,9 @@ class LiveParameters:
         """Looks where all parameters of the plan are now. Raises NotInPlaceError where one is merged, on the host, not
         contiguous or aligned, to be cast otherwise than from fp32 to bf16, or in memory that cannot be shared."""
         moved = self.found.locate(shards)
-        if not moved and self._live is not None and self._same():
-            return self._live
-        self._live = None
-        for base, kind in self.found.kinds.items():
-            if kind == BY_TORCH:
-                raise NotInPlaceError(f"{shards[base].base.key!r} {_why(shards[base], self._device)}")
-        self._live = self._tell(shards)
+        if moved or self._live is None or not self._same():
+            self._live = None
+            self._live = self._tell(shards)
         return self._live
 
     def _same(self) -> bool:
@@ -274,6 +267,9 @@ class LiveParameters:
             return False
 
     def _tell(self, shards: Sequence[Shard]) -> Live:
+        for base, kind in self.found.kinds.items():
+            if kind == BY_TORCH:
+                raise NotInPlaceError(f"{shards[base].base.key!r} {_why(shards[base], self._device)}")
         numbers: dict[int, int] = {}  # of the allocations
         places: dict[int, tuple[int, int, int]] = {}  # by base; see ``_runs``
         for base, (_, dtype) in zip(self.found.bases, self.found.places, strict=True):
@@ -287,12 +283,12 @@ class LiveParameters:
             places[base] = numbers.setdefault(allocation, len(numbers)), first, grow
         self._allocations = tuple(numbers)
         try:
-            regions: list[Region] = [self._exporter.export(allocation) for allocation in self._allocations]
+            regions = tuple(map(self._exporter.export, self._allocations))
             self._identities = self._exporter.identities(self._allocations)
         except RuntimeError as error:
             raise NotInPlaceError(f"memory of parameters cannot be shared: {error}") from error
         runs = tuple(self._runs(bucket, places) for bucket in self.plan.buckets)
-        return Live(uuid.uuid4().hex, tuple(regions), runs)
+        return Live(uuid.uuid4().hex, regions, runs)
 
     def _runs(self, bucket: Bucket, places: dict[int, tuple[int, int, int]]) -> bytes:
         """Those of a bucket, as in ``Live``. ``places``: by base its region, the first byte in it, and the bytes there
