@@ -54,16 +54,12 @@ class Product:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """The merge of one run: the ``margin`` of memory on both sides for rows that it cuts, and the products."""
-
-    margin: int
-    products: tuple[Product, ...]
+Steps = tuple[int, tuple[Product, ...]]
 
 
 def steps_of(targets: Sequence[Target], first: int, count: int) -> Steps:
-    """The steps for elements ``[first, first + count)`` of the base that holds these matrices."""
+    """The merge of elements ``[first, first + count)`` of the base that holds these matrices: the margin of memory on
+    both sides for rows that it cuts, and the products."""
     inside = [target for target in targets if max(first, target.start) < min(first + count, target.stop)]
     margin = -(-max((target.columns for target in inside), default=0) // _ALIGNED) * _ALIGNED
     products = []
@@ -71,7 +67,7 @@ def steps_of(targets: Sequence[Target], first: int, count: int) -> Steps:
         low, high = max(first, target.start) - target.start, min(first + count, target.stop) - target.start
         begin, end = low // target.columns, -(-high // target.columns)
         products.append(Product(target, begin, end, margin + target.start + begin * target.columns - first))
-    return Steps(margin, tuple(products))
+    return margin, tuple(products)
 
 
 class Scratch:
@@ -89,14 +85,15 @@ class Scratch:
         """Returns a run, 1-D and on the device, with the deltas of all the weights in it added, in fp32; the next call
         overwrites it. Factors are whole and fp32, by state-dict key. A row that the run cuts is multiplied whole, over
         the margins next to the run."""
-        needed = run.numel() + 2 * steps.margin
+        margin, products = steps
+        needed = run.numel() + 2 * margin
         if self._memory.numel() < needed:
             self.release()  # before more is taken
             with torch.inference_mode(False):  # else it could not be written outside
                 self._memory = torch.empty(needed, dtype=torch.float32, device=self._device)
-        merged = self._view(steps.margin, run.numel())
+        merged = self._view(margin, run.numel())
         merged.copy_(run)
-        for product in steps.products:
+        for product in products:
             left, right = product.target.weight.product(factors, product.target.number)
             if product.end - product.begin < product.target.rows:
                 left = left[product.begin : product.end]

@@ -14,6 +14,7 @@ import math
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -36,10 +37,12 @@ REMEDY = f"Remove actor_rollout_ref.rollout.quantization=fp8, or {TURN_OFF}."
 
 @dataclass(frozen=True)
 class _Weight:
-    """A matrix of ``shape`` in blocks of ``block``; ``first``: of its scales, among those of all weights."""
+    """A matrix of ``shape`` in blocks of ``block``, whose elements a base holds in ``runs``; ``first``: of its scales,
+    among those of all weights."""
 
     name: str
     shape: tuple[int, int]
+    runs: tuple[Run, ...]
     block: tuple[int, int]
     first: int
 
@@ -53,12 +56,12 @@ class _Weight:
 
 @dataclass(eq=False)
 class _Piece:
-    """A base that travels, which is base ``inner`` of the trainer, with the quantized weights in it, if any; of tied
-    ones one stands for all."""
+    """A base that travels: base ``inner`` of the trainer, with the quantized weights in it, of which one stands for all
+    that are tied; or, with a ``unit`` and no weights, the scales of that."""
 
     inner: int
     base: Base
-    weights: tuple[tuple[View, _Weight], ...] = ()
+    weights: tuple[_Weight, ...] = ()
     unit: _Unit | None = None
 
 
@@ -89,26 +92,17 @@ class _Rectangle(NamedTuple):
         return self.weight.of(numbers)[rows, self.column // wide : -(-(self.column + columns) // wide)]
 
 
-class _Stretch(NamedTuple):
-    """``numel`` elements of a piece, of this rank's run from ``begin`` on, that go to byte ``target``."""
-
-    piece: _Piece
-    begin: int
-    numel: int
-    target: int
-
-
 @dataclass(eq=False)
 class _Unit:
     """Weights that lie in the same bases: the parts of one parameter. Their scales, ``[first, end)`` of all, are a base
     that travels after these parts."""
 
-    first: int = 0
+    first: int
     end: int = 0
-    scales: Base = field(init=False)
     pieces: list[_Piece] = field(default_factory=list)
 
 
+_Part = tuple[_Piece, Slice]  # what is measured or written at a time
 _Tables = list[tuple[QuantizeTable, list[torch.Tensor]]]  # with what each reads
 
 
@@ -119,8 +113,6 @@ class QuantizingSource(ParameterSource):
     some 48 more per block of this rank's, without it at most 15 per element of ``LONGEST_CHUNK`` for a while.
     """
 
-    prepares = True
-
     def __init__(
         self, inner: ParameterSource, policy: WirePolicy, device: torch.device, timeout_seconds: float
     ) -> None:
@@ -129,7 +121,7 @@ class QuantizingSource(ParameterSource):
         self._bases: tuple[Base, ...] = ()
         self._found: Sequence[Shard] = ()
         self._made: list[Shard] = []  # of these
-        self._travels: list[_Piece | _Unit] = []
+        self._travels: list[_Piece] = []
         self._units: list[_Unit] = []  # in them
         self._done: set[int] = set()  # units whose scales are those of this sync, by their first
         self._largest = self._scales = self._inverse = torch.empty(0)
@@ -176,72 +168,71 @@ class QuantizingSource(ParameterSource):
 
     def _lay_out(self, bases: tuple[Base, ...]) -> None:
         self._tables.clear()
-        found, before, unit, end = list[_Piece | _Unit](), list[str](), _Unit(), 0
-        for number, base in enumerate(bases):
-            views = [view for view in base.views if view.name in self._blocks]
-            if not views:
-                found.append(_Piece(number, base))
+        self._travels, self._units, end = [], [], 0
+        for key, parts in groupby(enumerate(bases), self._unit_key):
+            if not key:
+                self._travels += (_Piece(number, base) for number, base in parts)
                 continue
-            if len(views) < len(base.views):
-                raise ValueError(
-                    f"{base.key!r} holds {views[0].name!r}, and the engine keeps only a part of it in fp8. {REMEDY}"
-                )
-            names, shared = [view.name for view in views], any(view.shares for view in views)
-            if not (shared and names == before):  # else one more part of the same weights
-                end = -(-end // 4) * 4  # the kernel reads scales from a multiple of 16 bytes on
-                before, unit = names, _Unit(first=end)
-                found.append(unit)
-            alike: dict[object, list[View]] = {}
-            for view in views:
-                self._refuse(view)
-                alike.setdefault(view.name if shared else view.start, []).append(view)
-            weights, scales, end = list[tuple[View, _Weight]](), list[View](), unit.first
-            for tied in alike.values():
-                (rows, columns), name = tied[0].shape, tied[0].name
-                weights.append((tied[0], weight := _Weight(name, (rows, columns), self._blocks[name], end)))
-                numel = math.prod(weight.scales)
-                scales += (View(view.name + SCALE, weight.scales, end - unit.first, numel) for view in tied)
-                end += numel
+            unit = _Unit(-(-end // 4) * 4)  # the kernel reads scales from a multiple of 16 bytes on
+            for number, base in parts:
+                alike: dict[object, list[View]] = {}
+                for view in base.views:
+                    alike.setdefault(view.name if view.shares else view.start, []).append(view)
+                weights, scales, end = list[_Weight](), list[View](), unit.first
+                for tied in alike.values():
+                    name, (rows, columns) = tied[0].name, tied[0].shape
+                    weight = _Weight(name, (rows, columns), tied[0].runs, self._blocks[name], end)
+                    numel = math.prod(weight.scales)
+                    scales += (View(view.name + SCALE, weight.scales, end - unit.first, numel) for view in tied)
+                    weights.append(weight)
+                    end += numel
+                in_fp8 = replace(base, dtype=dtype_name(FP8), itemsize=FP8.itemsize)
+                unit.pieces.append(_Piece(number, in_fp8, tuple(weights), unit))
             unit.end = end
             lengths = end - unit.first, *(0 for _ in base.lengths[1:])  # the first rank sends them; all know them
-            unit.scales = Base(scales[0].name, "float32", 4, lengths, tuple(scales))
-            in_fp8 = replace(base, dtype=dtype_name(FP8), itemsize=FP8.itemsize)
-            unit.pieces.append(_Piece(number, in_fp8, tuple(weights), unit))
-        self._travels, self._units = [], [each for each in found if isinstance(each, _Unit)]
-        for each in found:
-            self._travels += [*each.pieces, each] if isinstance(each, _Unit) else [each]
+            sent = Base(scales[0].name, "float32", 4, lengths, tuple(scales))
+            self._travels += (*unit.pieces, _Piece(-1, sent, (), unit))
+            self._units.append(unit)
         self._largest = torch.zeros(end, dtype=torch.float32, device=self._device)
         self._scales, self._inverse = torch.empty_like(self._largest), torch.empty_like(self._largest)
 
-    def _refuse(self, view: View) -> None:
-        if len(view.shape) != 2 or view.strides is not None:
+    def _unit_key(self, numbered: tuple[int, Base]) -> tuple[object, ...]:
+        """Equal for parts of the same weights, which share their scales; empty for a base without any."""
+        number, base = numbered
+        views = [view for view in base.views if view.name in self._blocks]
+        if 0 < len(views) < len(base.views):
             raise ValueError(
-                f"{view.name!r} of shape {view.shape} lies transposed or in another shape in the trainer, and the "
-                f"engine keeps it in fp8: weight sync quantizes contiguous matrices. {REMEDY}"
+                f"{base.key!r} holds {views[0].name!r}, and the engine keeps only a part of it in fp8. {REMEDY}"
             )
+        for view in views:
+            if len(view.shape) != 2 or view.strides is not None:
+                raise ValueError(
+                    f"{view.name!r} of shape {view.shape} lies transposed or in another shape in the trainer, and the "
+                    f"engine keeps it in fp8: weight sync quantizes contiguous matrices. {REMEDY}"
+                )
+        return tuple(view.name if view.shares else number for view in views)
 
-    def _shard(self, each: _Piece | _Unit) -> Shard:
-        if isinstance(each, _Unit):
-            scales = self._scales[each.first : each.first + each.scales.held(self.rank)]
-            return Shard(each.scales, lambda: scales, run=scales)
-        shard = self._found[each.inner]
+    def _shard(self, each: _Piece) -> Shard:
+        if each.unit is None:
+            return self._found[each.inner]
         if not each.weights:
-            return shard
+            scales = self._scales[each.unit.first : each.unit.first + each.base.held(self.rank)]
+            return Shard(each.base, lambda: scales, run=scales)
+        shard = self._found[each.inner]
         merge = partial(self._quantized, each, shard.merge)
         return Shard(each.base, shard.local, merge, run=shard.run, fill=self._fill)
 
     # ---- the scales
 
     def _inner_of(self, bases: Sequence[int]) -> tuple[int, ...]:
-        pieces = (self._travels[base] for base in bases)
-        return tuple(dict.fromkeys(each.inner for each in pieces if isinstance(each, _Piece)))
+        inner = (self._travels[base].inner for base in bases)
+        return tuple(dict.fromkeys(each for each in inner if each >= 0))
 
     def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
         """Finds the scales of the weights in these bases; where ``inner`` prepares nothing, of all weights at once."""
         units = [] if self._done else self._units
         if self._inner.prepares:
-            of_each = (each if isinstance(each, _Unit) else each.unit for each in map(self._travels.__getitem__, bases))
-            found = {unit.first: unit for unit in of_each if unit is not None}
+            found = {unit.first: unit for base in bases if (unit := self._travels[base].unit) is not None}
             units = [found[first] for first in sorted(found.keys() - self._done)]
             needed = {*self._inner_of(bases), *(piece.inner for unit in units for piece in unit.pieces)}
             if needed:
@@ -249,8 +240,8 @@ class QuantizingSource(ParameterSource):
         if not units:
             return
         pieces = [piece for unit in units for piece in unit.pieces]
-        parts = (_Stretch(each, 0, each.base.held(self.rank), 0) for each in pieces)
-        for at in self._run_kernel(units, parts, self._largest, measure=True):
+        parts = ((each, Slice(each.inner, 0, each.base.held(self.rank), 0)) for each in pieces)
+        for at in self._run_kernel(units, parts, measure=True):
             self._measure(pieces[at])
         span = slice(units[0].first, units[-1].end)  # of what lies between, too: it stays, or comes later
         largest = self._largest[span].clone()
@@ -297,8 +288,8 @@ class QuantizingSource(ParameterSource):
     def _cut(self, piece: _Piece, begin: int, count: int) -> Iterator[_Rectangle]:
         """Cuts ``count`` elements of this rank's run of a base; rectangles are relative to ``begin``."""
         begin += piece.base.first(self.rank)
-        for view, weight in piece.weights:
-            held = (each for run in view.runs for each in compose(Run(0, begin, count), run))
+        for weight in piece.weights:
+            held = (each for run in weight.runs for each in compose(Run(0, begin, count), run))
             for run in (part for each in held for part in in_rows(each, weight.shape[1])):
                 row, column = divmod(run.target, weight.shape[1])
                 yield _Rectangle(weight, row, column, (run.count, run.width), run.source_stride, run.source)
@@ -309,16 +300,11 @@ class QuantizingSource(ParameterSource):
         self, segment: int, slices: Sequence[Slice], hashed: tuple[Mapping[str, int], torch.Tensor] | None = None
     ) -> Sequence[Slice]:
         """Quantizes slices of bases; see ``Fill``."""
-        left = self._run_kernel(slices, map(self._stretch, slices), self._scales, segment, hashed)
-        return [slices[at] for at in left]
-
-    def _stretch(self, part: Slice) -> _Stretch:
-        piece = self._travels[part.base]
-        assert isinstance(piece, _Piece), "scales are sent as they are"
-        return _Stretch(piece, part.begin, min(part.end, piece.base.held(self.rank)) - part.begin, part.offset)
+        parts = ((self._travels[each.base], each) for each in slices)
+        return [slices[at] for at in self._run_kernel(slices, parts, segment, hashed)]
 
     def _run_kernel(
-        self, what: object, parts: Iterable[_Stretch], scales: torch.Tensor, target: int = 0,
+        self, what: object, parts: Iterable[_Part], target: int = 0,
         hashed: tuple[Mapping[str, int], torch.Tensor] | None = None, measure: bool = False,
     ) -> list[int]:  # fmt: skip
         """Starts one launch for all parts of a dtype; returns the numbers of those that the kernel cannot read. Both
@@ -328,27 +314,26 @@ class QuantizingSource(ParameterSource):
         if known is not what:
             tables, left = self._tables_of(parts, groups, measure)
             self._launches[measure] = what, tables, left
+        scales = self._largest if measure else self._scales
         for table, found in tables:
             table.run(target, [*(run.data_ptr() for run in found), scales.data_ptr()], sums, measure)
         return left
 
-    def _tables_of(
-        self, parts: Iterable[_Stretch], groups: Mapping[str, int], measure: bool
-    ) -> tuple[_Tables, list[int]]:
-        alike, left = dict[torch.dtype, list[tuple[_Stretch, torch.Tensor]]](), list[int]()
-        for number, part in enumerate(parts):
+    def _tables_of(self, parts: Iterable[_Part], groups: Mapping[str, int], measure: bool) -> tuple[_Tables, list[int]]:
+        alike, left = dict[torch.dtype, list[tuple[_Part, torch.Tensor]]](), list[int]()
+        for number, (piece, part) in enumerate(parts):
             if not self._kernel:
                 left.append(number)
                 continue
-            shard = self._found[part.piece.inner]
+            shard = self._found[piece.inner]
             run = shard.local() if shard.run is None else shard.run
             if shard.merge is not None or run.device != self._device or not run.is_contiguous():
                 left.append(number)
-            elif part.numel > 0:
-                alike.setdefault(run.dtype, []).append((part, run))
+            elif part.count(piece.base, self.rank) > 0:
+                alike.setdefault(run.dtype, []).append(((piece, part), run))
         tables: _Tables = []
         for dtype, found in alike.items():
-            key = (dtype, measure, bool(groups), *((id(part.piece), *part[1:]) for part, _ in found))
+            key = (dtype, measure, bool(groups), *(part for part, _ in found))
             if (table := self._tables.get(key)) is None:
                 block, dtypes = next(iter(self._blocks.values())), (dtype, self._dtype)
                 rectangles = self._in_memory([part for part, _ in found], groups)
@@ -356,11 +341,11 @@ class QuantizingSource(ParameterSource):
             tables.append((table, [run for _, run in found]))
         return tables, left
 
-    def _in_memory(self, parts: Sequence[_Stretch], groups: Mapping[str, int]) -> Iterator[Rectangle]:
+    def _in_memory(self, parts: Sequence[_Part], groups: Mapping[str, int]) -> Iterator[Rectangle]:
         """Parts as the kernel reads them, each from a base of its own; the scales are after these."""
-        for base, part in enumerate(parts):
-            for each in self._cut(part.piece, part.begin, part.numel):
-                source, target = each.first + part.begin, each.first + part.target
+        for base, (piece, part) in enumerate(parts):
+            for each in self._cut(piece, part.begin, part.count(piece.base, self.rank)):
+                source, target = each.first + part.begin, each.first + part.offset
                 yield Rectangle(
                     each.row, each.column, *each.size, base, source, each.stride, target, each.stride,
                     len(parts), each.weight.first, each.weight.scales[1], target, groups.get(each.weight.name, 0),

@@ -20,22 +20,20 @@ from torch.distributed.fsdp._runtime_utils import _lazy_init
 
 from verl_sync_plugin.layout.load_map import own_box
 from verl_sync_plugin.layout.tensors import Base, ParameterName, Shard, clean_name
-from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.trainers.fsdp2 import StateDictSource
 from verl_sync_plugin.trainers.naming import Naming
 
 
-class FSDP1Source(ParameterSource):
+class FSDP1Source(StateDictSource):
     """Walks the flat parameters of ``root``, the root FSDP1 module, and its persistent buffers. Each parameter is a
     base of its own, tied ones together."""
 
     def __init__(self, root: FullyShardedDataParallel, naming: Naming) -> None:
+        super().__init__(lambda: naming.rename(self._others), naming, naming.parameters_of(root))
         self._root = root
-        self._naming = naming
         self._others: dict[str, torch.Tensor] = {}  # buffers, and parameters that FSDP1 is to ignore
-        self._other_source = StateDictSource(lambda: naming.rename(self._others), naming, naming.parameters_of(root))
         # The bases of each flat parameter, and where in it they begin
-        self._known: dict[tuple[object, ...], list[tuple[Base, tuple[ParameterName, ...], int]]] = {}
+        self._cuts: dict[tuple[object, ...], list[tuple[Base, tuple[ParameterName, ...], int]]] = {}
 
     def shards(self) -> list[Shard]:
         # Before the first forward FSDP1 has not laid out its local shards yet
@@ -48,7 +46,7 @@ class FSDP1Source(ParameterSource):
             for own, tensor in (*module.named_buffers(recurse=False), *ignored):
                 if own not in module._non_persistent_buffers_set:
                     self._others[clean_name(_join(name, own))] = tensor
-        shards += self._other_source.shards()
+        shards += super().shards()
         self._others = {}
         return shards
 
@@ -62,10 +60,10 @@ class FSDP1Source(ParameterSource):
             self.group, own, rank = handle.process_group, flat._local_shard, handle.rank
             edges = [min(each * own.numel(), full) for each in range(handle.world_size + 1)]  # of the ranks' runs
         key = (unit, flat.dtype, *edges)
-        if key not in self._known:
-            self._known[key] = list(self._cut(unit, flat, edges))
+        if key not in self._cuts:
+            self._cuts[key] = list(self._cut(unit, flat, edges))
         own = own.detach().reshape(-1)
-        for base, members, start in self._known[key]:
+        for base, members, start in self._cuts[key]:
             count = base.held(rank)
             run = own.narrow(0, max(start - edges[rank], 0) if count else 0, count)
             yield Shard(base, partial(run.reshape, -1), members=members, run=run)

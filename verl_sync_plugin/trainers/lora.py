@@ -84,8 +84,11 @@ class FactorStore:
         found: dict[str, torch.Tensor] = {}
         for bases, _, parts in batches:
             sizes = [_block(base) for base in bases.values()]
-            joined = _joined(parts, sizes)
-            blocks = joined.to(dtype or joined.dtype).split([len(parts) * size for size in sizes])
+            joined = parts.new_empty(parts.numel())  # the blocks of all ranks, factor by factor
+            lengths = [len(parts) * size for size in sizes]
+            places = [blocks.view(len(parts), -1) for blocks in joined.split(lengths)]
+            torch.split_with_sizes_copy(parts, sizes, dim=1, out=places)
+            blocks = joined.to(dtype or joined.dtype).split(lengths)
             found.update((key, _whole(base, each)) for (key, base), each in zip(bases.items(), blocks, strict=True))
         return found
 
@@ -102,17 +105,6 @@ class FactorStore:
 def _block(base: Base) -> int:
     """Elements of the longest run of a factor that a rank holds."""
     return max(base.lengths)
-
-
-def _joined(parts: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """The blocks of all ranks, factor by factor, 1-D, from each rank's ``parts``; ``sizes`` are those of the blocks."""
-    world = len(parts)
-    if world == 1:
-        return parts[0]
-    joined = parts.new_empty(parts.numel())
-    places = [blocks.view(world, -1) for blocks in joined.split([world * size for size in sizes])]
-    torch.split_with_sizes_copy(parts, sizes, dim=1, out=places)
-    return joined
 
 
 def _whole(base: Base, blocks: torch.Tensor) -> torch.Tensor:

@@ -99,17 +99,13 @@ def check(model: torch.nn.Module, named_tensors: list[tuple[Any, torch.Tensor]])
 
     try:
         folder, adapter, sent = admitted(named_tensors[0][0])
-    except Exception as error:  # of whoever can reach SGLang's port
-        say(f"a question about an adapter was refused: {error}")
-        return
-    try:
-        compare_placed(loading_scheduler().tp_worker.model_runner.lora_manager, adapter, sent)
         why = ""
-    except LostFactorsError as error:
-        why = str(error)
-    except Exception as error:  # SGLang's own, with which it would end at the first request
-        why = f"SGLang cannot place the adapter: {type(error).__name__}: {error}"
-    try:
+        try:
+            compare_placed(loading_scheduler().tp_worker.model_runner.lora_manager, adapter, sent)
+        except LostFactorsError as error:
+            why = str(error)
+        except Exception as error:  # SGLang's own, with which it would end at the first request
+            why = f"SGLang cannot place the adapter: {type(error).__name__}: {error}"
         group = get_tp_group()
         said = [""] * group.world_size
         dist.all_gather_object(said, why, group=group.cpu_group)

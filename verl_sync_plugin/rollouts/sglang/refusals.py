@@ -175,8 +175,7 @@ def refuse_arguments(
     ``remedy``: in words, where one cannot be served; ``made`` says of a value that the user may not have given it."""
     for key, (served, why) in rows.items():
         if not served(value := value_of(key)):
-            words = why.replace("{where}", where).replace("{remedy}", remedy)
-            raise ValueError(f"{where}.{key}={value!r}{made}: {words}.")
+            raise ValueError(f"{where}.{key}={value!r}{made}: {why.format(where=where, remedy=remedy)}.")
 
 
 def _refuse_data_parallel(rollout: Any, given: Mapping[str, Any], ranks: int) -> None:
