@@ -101,7 +101,7 @@ class PackTable:
 
     def run(self, sums: torch.Tensor, flags: torch.Tensor, slot: torch.Tensor | None = None, origin: int = 0) -> None:
         """Starts the copies into a slot, which begins with byte ``origin`` of the bucket, or only reads. ``sums`` and
-        ``flags``: see ``Prepared.run``."""
+        ``flags``: see ``KernelTable.run``."""
         assert self._table is not None, "refresh() comes first"
         start, flats = (0, []) if slot is None else (slot.data_ptr() - origin, [slot])
         memory = Memory(self._packer.copier.device, [start, *self._sources], flats)
