@@ -19,6 +19,7 @@ from verl_sync_plugin.copies.copier import BucketMemory, Copier, Memory, Prepare
 from verl_sync_plugin.copies.plain import Block, copy_runs
 from verl_sync_plugin.copies.table import QuantizeTable, Rectangle
 from verl_sync_plugin.engine.introduce import (
+    FP8,
     HeldHashes,
     Places,
     Storages,
@@ -41,7 +42,7 @@ from verl_sync_plugin.layout.load_map import (
     size_of,
 )
 from verl_sync_plugin.layout.strided import Partition, Run, compose, in_rows
-from verl_sync_plugin.layout.tensors import SCALE, Entry, hulls_of, numbers_of
+from verl_sync_plugin.layout.tensors import SCALE, Entry, dtype_name, hulls_of, numbers_of
 from verl_sync_plugin.log import say, some
 from verl_sync_plugin.transport.memory import Live, Regions
 from verl_sync_plugin.transport.protocol import Held, Manifest
@@ -167,6 +168,7 @@ class ModelLoad:
         self._compiled, self._live = True, None
         self._copier = Copier(self.device, [tensor for _, tensor in model_tensors(self._model.module)])
         parts = read_parts(self.map, self._owners)
+        self._hashed = [self._names[number] for number, _ in parts]  # the tensor of each sum
         self._whole = {number: part for part, (number, box) in enumerate(parts) if box is None}
         self._moves: dict[str, list[tuple[int, Move]]] = {}  # of the tensors that are copied, with their parts
         for part, move in enumerate(self.map.copied):
@@ -184,13 +186,13 @@ class ModelLoad:
         views = [(each, view) for each in self.map.constants for view in views_of(each, flats[each.storage])]
         self._zeros = [view for each, view in views if not any(each.bits)]
         self._bits = [(view, bits_of(each, view)) for each, view in views if any(each.bits)]
-        pieces: dict[str, list[Run]] = {}  # of each tensor, from all buckets
+        self._pieces: dict[str, list[Run]] = {}  # of each tensor, from all buckets
         for entries, first in zip(self.manifest.buckets, self.manifest.firsts, strict=True):
             for entry in entries:
                 found = (replace(piece, source=first + piece.source) for piece in entry.pieces)
-                pieces.setdefault(entry.name, []).extend(found)
+                self._pieces.setdefault(entry.name, []).extend(found)
         held = (move for _, move in held_parts(self.map, self._dtypes, self._owners))
-        of_held = [(move, self._dtypes[move.tensor], pieces[self._names[move.tensor]]) for move in held]
+        of_held = [(move, self._dtypes[move.tensor], self._pieces[self._names[move.tensor]]) for move in held]
         self._held = HeldHashes(of_held, self._copier)
         how = "the kernel" if self._copier.kernel else "plain copies"
         how = f"the model's own load ({self.map.own_load})" if self.map.own_load else how
@@ -214,27 +216,17 @@ class ModelLoad:
     def _blocks(self, entry: Entry, index: int, packed: bool = False) -> Iterator[Block]:
         """Composes a bucket's pieces of a tensor with its moves; ``packed`` is only read."""
         segment, start = self.manifest.segments[index], self.manifest.firsts[index]
-        size, tensor = size_of(entry.dtype), self._numbers[entry.name] if entry.dtype == "float8_e4m3fn" else -1
         for part, move in self._moves.get(entry.name, ()):
             first = 0 if packed else self._storages.flats[move.storage].data_ptr()
-            for run in (move.box.packed() if packed else move.box).runs(size):
-                for piece in entry.pieces:
-                    composed = compose(piece, run)
-                    if tensor < 0:
-                        places = composed
-                    else:  # the same bytes, from the bucket into the tensor
-                        strides = run.source_stride, run.source_stride
-                        places = compose(piece, Run(run.source, run.source, run.width, run.count, *strides))
-                    for found, inside in zip(composed, places, strict=True):
-                        width, count = found.width, found.count
-                        apart = found.source_stride, found.target_stride, inside.target_stride
-                        if count > 1 and apart == (width, width, width):
-                            width, count, apart = width * count, 1, (0, 0, 0)
-                        yield Block(
-                            found.source, first + found.target, start + found.source, width, count, *apart[:2],
-                            apart[0], region=found.source // segment, group=part, tensor=tensor, place=inside.target,
-                            place_stride=apart[2],
-                        )  # fmt: skip
+            for run in (move.box.packed() if packed else move.box).runs(size_of(entry.dtype)):
+                for found in (found for piece in entry.pieces for found in compose(piece, run)):
+                    width, count, apart = found.width, found.count, (found.source_stride, found.target_stride)
+                    if count > 1 and apart == (width, width):
+                        width, count, apart = width * count, 1, (0, 0)
+                    yield Block(
+                        found.source, first + found.target, start + found.source, width, count, *apart, apart[0],
+                        region=found.source // segment, group=part,
+                    )  # fmt: skip
 
     # ----------------------------------------------------------------------------------------------------- the load
     def load(self, index: int, slots: Sequence[torch.Tensor]) -> None:
@@ -277,7 +269,8 @@ class ModelLoad:
             wheres = [_Where(index, self.manifest, lives, place) for index in range(len(self._works))]
             for work, where in zip(self._works, wheres, strict=True):
                 for moved in (moved for block in work.copies for moved in where.moved(block)):
-                    (quantized if moved.tensor >= 0 and moved.grow > 1 else copies).append(moved)
+                    in_fp8 = self._entries[self._hashed[moved.group]].dtype == dtype_name(FP8)
+                    (quantized if in_fp8 and moved.grow > 1 else copies).append(moved)
                 reads.extend(moved for block in work.reads for moved in where.moved(block))
             for b in quantized:  # hashed where it has been written
                 at = (b.target, 0, b.position, b.width, b.count, b.target_stride, 0, b.position_stride)
@@ -305,10 +298,10 @@ class ModelLoad:
                     lies.setdefault(entry.name, set()).update((m.region, m.source - piece.target) for m in moved)
         found, size = dict[torch.dtype, list[Rectangle]](), self._model.fp8_block
         for block in blocks:
-            name = self._names[block.tensor]
+            name = self._hashed[block.group]
             (scales,) = lies[name + SCALE]
             read = found.setdefault(torch.bfloat16 if block.grow == 2 else torch.float32, [])
-            read += _rectangles(block, self._entries[name].shape[1], size[1], *scales)
+            read += _rectangles(block, self._pieces[name], self._entries[name].shape[1], size[1], *scales)
         cast = torch.bfloat16
         return [QuantizeTable(each, (dtype, cast), size, self.device, homes) for dtype, each in found.items()]
 
@@ -373,14 +366,9 @@ class _Where:
         for number, run in self._partition.meet(read):
             left -= run.width * run.count
             first, _, region, source, grow = self._rows[number]
-            place = block.place
-            if block.tensor >= 0:
-                number, inside = divmod(run.source - block.source, block.source_stride or block.width)
-                place += number * block.place_stride + inside
             yield Block(
                 source + (run.source - first) * grow, run.target, self._start + run.source, run.width, run.count,
                 run.source_stride * grow, run.target_stride, run.source_stride, region, block.group, grow,
-                tensor=block.tensor, place=place, place_stride=block.place_stride,
             )  # fmt: skip
         if left:
             last = read.source + (read.count - 1) * read.source_stride + read.width - 1
@@ -389,15 +377,21 @@ class _Where:
             )
 
 
-def _rectangles(block: Block, columns: int, wide: int, scale_region: int, first: int) -> Iterator[Rectangle]:
-    """The parts of a matrix in fp8 in a block of a trainer rank's values; its scales lie from ``first`` on."""
-    inside = block.place, block.width, block.count
-    read = Run(block.source // block.grow, *inside, block.position_stride, block.place_stride)
-    written = Run(block.target, *inside, block.target_stride, block.place_stride)
-    for one, other in zip(in_rows(read, columns), in_rows(written, columns), strict=True):
+def _rectangles(
+    block: Block, pieces: Sequence[Run], columns: int, wide: int, scale_region: int, first_scale: int
+) -> Iterator[Rectangle]:
+    """The parts of a matrix in fp8 in a block of a trainer rank's values; its scales lie from ``first_scale`` on."""
+
+    def in_matrix(first: int, stride: int) -> Iterator[Run]:
+        run = Run(first, block.position, block.width, block.count, stride, block.position_stride)
+        return (row for piece in pieces for each in compose(run, piece) for row in in_rows(each, columns))
+
+    read = in_matrix(block.source // block.grow, block.position_stride)
+    written = in_matrix(block.target, block.target_stride)
+    for one, other in zip(read, written, strict=True):
         yield Rectangle(
             *divmod(one.target, columns), one.count, one.width, block.region, one.source, one.source_stride,
-            other.source, other.source_stride, scale_region, first // 4, -(-columns // wide),
+            other.source, other.source_stride, scale_region, first_scale // 4, -(-columns // wide),
         )  # fmt: skip
 
 
