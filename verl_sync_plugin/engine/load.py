@@ -20,15 +20,15 @@ from verl_sync_plugin.copies.plain import Block, copy_runs
 from verl_sync_plugin.copies.table import QuantizeTable, Rectangle
 from verl_sync_plugin.engine.introduce import (
     FP8,
-    HeldHashes,
     Places,
     Storages,
     bits_of,
+    flagged,
     in_box,
     introduce,
     is_turned,
     kept_in_fp8,
-    memory_of,
+    taken,
     views_of,
 )
 from verl_sync_plugin.engine.model import EngineModel, FusedPairs, partner_of
@@ -242,9 +242,7 @@ class ModelLoad:
             return
         for name, tensor in whole:  # in scratch memory
             for _, move in self._moves[name]:
-                steps, first = [d[1] for d in move.box.dims], tensor.storage_offset() + move.box.source
-                source = tensor.as_strided([d[0] for d in move.box.dims], steps, first)
-                in_box(self._storages.flats[move.storage], move.box, move.dtype).copy_(source)
+                in_box(self._storages.flats[move.storage], move.box, move.dtype).copy_(taken(tensor, move.box))
 
     @property
     def obstacle(self) -> str:
@@ -334,9 +332,7 @@ class ModelLoad:
             flat, name = self._storages.flats[constant.storage], self.map.storages[constant.storage].name
             for view in views_of(constant, flat):
                 odd.append((name, (view != bits_of(constant, view) if any(constant.bits) else view).any()))
-        flags = torch.stack([flag for _, flag in odd]).tolist() if odd else []
-        changed = dict.fromkeys(name for (name, _), flag in zip(odd, flags, strict=True) if flag)
-        return Held(sums.cpu().numpy().astype("<i8").tobytes(), tuple(changed))
+        return Held(sums.cpu().numpy().astype("<i8").tobytes(), tuple(flagged(odd)))
 
 
 class _Where:
@@ -393,6 +389,59 @@ def _rectangles(
             *divmod(one.target, columns), one.count, one.width, block.region, one.source, one.source_stride,
             other.source, other.source_stride, scale_region, first_scale // 4, -(-columns // wide),
         )  # fmt: skip
+
+
+class HeldHashes:
+    """Hashes what parameters hold of each part of a tensor: those in the order of the tensor at once, the others one by
+    one with their blocks.
+
+    Args:
+        parts: moves, each with the dtype in which its tensor is hashed, and that tensor's pieces: runs from the places
+            that count for the hash to its bytes.
+        copier: of the device that the parameters are on.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Move, str, Sequence[Run]]], copier: Copier) -> None:
+        plain, self._turned = list[Block](), list[tuple[Move, str, Prepared]]()
+        self._device, self._count = copier.device, len(parts)
+        for group, (move, dtype, pieces) in enumerate(parts):
+            other = is_turned(move) or move.dtype != dtype
+            box, region = (move.box.packed(), 0) if other else (move.box, move.storage)
+            blocks = [
+                Block(r.target, 0, r.source, r.width, r.count, r.target_stride, 0, r.source_stride, region, group)
+                for run in box.runs(size_of(dtype))
+                for piece in pieces
+                for r in compose(piece, run)
+            ]
+            if other:
+                self._turned.append((move, dtype, copier.prepare(blocks)))
+            else:
+                plain += blocks
+        self._plain = copier.prepare(plain)
+
+    def sums(self, flats: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[tuple[Move, torch.Tensor]]]:
+        """The hash of each part (int64), of the bytes of all storages; and of each move in a wider dtype, whether it
+        holds what the narrower cannot."""
+        sums = torch.zeros(self._count, dtype=torch.int64, device=self._device)
+        self._plain.run(memory_of(flats, self._device), sums, copy=False)
+        odd = []
+        for move, dtype, blocks in self._turned:
+            lies = in_box(flats[move.storage], move.box, move.dtype).contiguous().reshape(-1).view(torch.uint8)
+            if move.dtype != dtype:
+                wide = lies.view(getattr(torch, move.dtype))
+                if (move.dtype, dtype) == ("float32", "bfloat16"):
+                    narrow = (wide.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)  # keeps a NaN's bits
+                else:
+                    narrow = wide.to(getattr(torch, dtype))
+                odd.append((move, ((wide != narrow.to(wide.dtype)) & ~wide.isnan()).any()))
+                lies = narrow.view(torch.uint8)
+            blocks.run(memory_of([lies], self._device), sums, copy=False)
+        return sums, odd
+
+
+def memory_of(flats: Sequence[torch.Tensor], device: torch.device) -> Memory:
+    """Memory whose blocks count from the first byte of flat number ``region``; the flats are to be kept alive."""
+    return Memory(device, [flat.data_ptr() for flat in flats], flats)
 
 
 class Assembler:
