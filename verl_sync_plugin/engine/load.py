@@ -42,7 +42,7 @@ from verl_sync_plugin.layout.load_map import (
     size_of,
 )
 from verl_sync_plugin.layout.strided import Partition, Run, compose, in_rows
-from verl_sync_plugin.layout.tensors import SCALE, Entry, dtype_name, hulls_of, numbers_of
+from verl_sync_plugin.layout.tensors import SCALE, Bucket, Entry, dtype_name, hulls_of, numbers_of
 from verl_sync_plugin.log import say, some
 from verl_sync_plugin.transport.memory import Live, Regions
 from verl_sync_plugin.transport.protocol import Held, Manifest
@@ -102,11 +102,12 @@ class ModelLoad:
         if before is not None:
             before._put_back()
         self._model, self.manifest, self.device = model, manifest, device
-        self._numbers = numbers_of(manifest.buckets)
-        self._entries = {entry.name: entry for bucket in manifest.buckets for entry in bucket}
+        entries = [bucket.entries for bucket in manifest.buckets]
+        self._numbers = numbers_of(entries)
+        self._entries = {entry.name: entry for bucket in entries for entry in bucket}
         self._names = list(self._numbers)
         self._dtypes = [self._entries[name].dtype for name in self._names]
-        self._owners = owners_of(manifest.buckets)
+        self._owners = owners_of(entries)
         model.sent = frozenset(self._names)
         self.map, self._storages, self._key = LoadMap(), Storages(model.module), LayoutKey(model)
         self._places: Places | None = None  # while a load may put something elsewhere
@@ -178,7 +179,7 @@ class ModelLoad:
             for name, moves in self._moves.items()
             if any(move.dtype != self._entries[name].dtype or is_turned(move) for _, move in moves)
         )
-        self._works = [self._cut(index) for index in range(len(self.manifest.buckets))]
+        self._works = [self._cut(bucket) for bucket in self.manifest.buckets]
         self._ready = [(self._copier.prepare(w.copies), self._copier.prepare(w.reads)) for w in self._works]
         self._read_sums = torch.zeros(len(parts), dtype=torch.int64, device=self.device)
         self.replayed = 0 if self.map.own_load else len(self._names)
@@ -187,9 +188,9 @@ class ModelLoad:
         self._zeros = [view for each, view in views if not any(each.bits)]
         self._bits = [(view, bits_of(each, view)) for each, view in views if any(each.bits)]
         self._pieces: dict[str, list[Run]] = {}  # of each tensor, from all buckets
-        for entries, first in zip(self.manifest.buckets, self.manifest.firsts, strict=True):
-            for entry in entries:
-                found = (replace(piece, source=first + piece.source) for piece in entry.pieces)
+        for bucket in self.manifest.buckets:
+            for entry in bucket.entries:
+                found = (replace(piece, source=bucket.first + piece.source) for piece in entry.pieces)
                 self._pieces.setdefault(entry.name, []).extend(found)
         held = (move for _, move in held_parts(self.map, self._dtypes, self._owners))
         of_held = [(move, self._dtypes[move.tensor], self._pieces[self._names[move.tensor]]) for move in held]
@@ -198,24 +199,23 @@ class ModelLoad:
         how = f"the model's own load ({self.map.own_load})" if self.map.own_load else how
         say(f"{len(self._names)} tensors go by {how}")
 
-    def _cut(self, index: int) -> _Work:
-        copies, reads, whole, entries = list[Block](), list[Block](), list[Entry](), self.manifest.buckets[index]
-        for entry in entries:
+    def _cut(self, bucket: Bucket) -> _Work:
+        copies, reads, whole = list[Block](), list[Block](), list[Entry]()
+        for entry in bucket.entries:
             if self.map.own_load or entry.name in self._by_scratch:
                 whole.append(entry)
-                reads += self._blocks(entry, index, packed=True)
+                reads += self._blocks(entry, bucket, packed=True)
             else:
-                copies += self._blocks(entry, index)
-        for hull in hulls_of(entries) if self._whole else ():
+                copies += self._blocks(entry, bucket)
+        for hull in hulls_of(bucket.entries) if self._whole else ():
             first, part = hull.first, self._whole.get(self._owners[self._numbers[hull.names[0]]])
-            region, position = first // self.manifest.segments[index], self.manifest.firsts[index] + first
             if part is not None:
+                region, position = first // bucket.stride, bucket.first + first
                 reads.append(Block(first, 0, position, hull.end - first, region=region, group=part))
         return _Work(copies, reads, tuple(whole))
 
-    def _blocks(self, entry: Entry, index: int, packed: bool = False) -> Iterator[Block]:
+    def _blocks(self, entry: Entry, bucket: Bucket, packed: bool = False) -> Iterator[Block]:
         """Composes a bucket's pieces of a tensor with its moves; ``packed`` is only read."""
-        segment, start = self.manifest.segments[index], self.manifest.firsts[index]
         for part, move in self._moves.get(entry.name, ()):
             first = 0 if packed else self._storages.flats[move.storage].data_ptr()
             for run in (move.box.packed() if packed else move.box).runs(size_of(entry.dtype)):
@@ -224,15 +224,16 @@ class ModelLoad:
                     if count > 1 and apart == (width, width):
                         width, count, apart = width * count, 1, (0, 0)
                     yield Block(
-                        found.source, first + found.target, start + found.source, width, count, *apart, apart[0],
-                        region=found.source // segment, group=part,
+                        found.source, first + found.target, bucket.first + found.source, width, count, *apart,
+                        apart[0], region=found.source // bucket.stride, group=part,
                     )  # fmt: skip
 
     # ----------------------------------------------------------------------------------------------------- the load
     def load(self, index: int, slots: Sequence[torch.Tensor]) -> None:
         """Loads bucket number ``index`` from the slot that it is in, or from one per segment (uint8); copies may still
         run when it returns."""
-        memory = BucketMemory(slots, self.manifest.segments[index], self.manifest.worlds[index])
+        bucket = self.manifest.buckets[index]
+        memory = BucketMemory(slots, bucket.stride, bucket.world)
         copies, reads = self._ready[index]
         copies.run(memory, self._read_sums)
         reads.run(memory, self._read_sums, copy=False)
@@ -264,7 +265,7 @@ class ModelLoad:
             own, starts = len(found), [*(flat.data_ptr() for flat in flats), 0]  # own: this process's memory
             memory = Memory(self.device, starts, flats)
             copies, reads, quantized = list[Block](), list[Block](), list[Block]()
-            wheres = [_Where(index, self.manifest, lives, place) for index in range(len(self._works))]
+            wheres = [_Where(number, bucket, lives, place) for number, bucket in enumerate(self.manifest.buckets)]
             for work, where in zip(self._works, wheres, strict=True):
                 for moved in (moved for block in work.copies for moved in where.moved(block)):
                     in_fp8 = self._entries[self._hashed[moved.group]].dtype == dtype_name(FP8)
@@ -289,8 +290,8 @@ class ModelLoad:
         if not blocks:
             return []
         lies = dict[str, set[tuple[int, int]]]()  # of scales: region, and byte in it of the first one
-        for where, entries in zip(wheres, self.manifest.buckets, strict=True):
-            for entry in (entry for entry in entries if entry.name.endswith(SCALE)):
+        for where, bucket in zip(wheres, self.manifest.buckets, strict=True):
+            for entry in (entry for entry in bucket.entries if entry.name.endswith(SCALE)):
                 for piece in entry.pieces:
                     moved = where.moved(Block(piece.source, 0, piece.source, 1))
                     lies.setdefault(entry.name, set()).update((m.region, m.source - piece.target) for m in moved)
@@ -338,18 +339,17 @@ class ModelLoad:
 class _Where:
     """The places of one bucket's bytes in the trainer's own memory."""
 
-    def __init__(self, bucket: int, manifest: Manifest, lives: Sequence[Live], place: int) -> None:
-        world, segment = manifest.worlds[bucket], manifest.segments[bucket]
-        self._bucket, self._start = bucket, manifest.firsts[bucket]
+    def __init__(self, number: int, bucket: Bucket, lives: Sequence[Live], place: int) -> None:
+        self._number, self._start = number, bucket.first
         rows: list[tuple[int, int, int, int, int]] = []
         first_region = 0
-        for number, live in enumerate(lives):
-            if world > 1 or number == place:
-                held = np.frombuffer(live.runs[bucket], dtype="<i8").reshape(-1, 5)
+        for rank, live in enumerate(lives):
+            if bucket.world > 1 or rank == place:
+                held = np.frombuffer(live.runs[number], dtype="<i8").reshape(-1, 5)
                 # The only segment of what every rank holds is the own rank's; its numbers count from 0 like the others'
-                low = number * segment if world > 1 else 0
-                if len(held) and not low <= held[0, 0] <= held[-1, 0] < low + segment:
-                    raise ValueError(f"trainer rank {number} tells of bytes of bucket {bucket} that are not its own")
+                low = rank * bucket.stride if bucket.world > 1 else 0
+                if len(held) and not low <= held[0, 0] <= held[-1, 0] < low + bucket.stride:
+                    raise ValueError(f"trainer rank {rank} tells of bytes of bucket {number} that are not its own")
                 rows.extend((o, n, first_region + r, source, grow) for o, n, r, source, grow in held.tolist())
             first_region += len(live.regions)
         self._rows = sorted(rows)
@@ -369,7 +369,7 @@ class _Where:
         if left:
             last = read.source + (read.count - 1) * read.source_stride + read.width - 1
             raise ValueError(
-                f"no trainer rank has said where {left} of bytes {read.source} to {last} of bucket {self._bucket} lie"
+                f"no trainer rank has said where {left} of bytes {read.source} to {last} of bucket {self._number} lie"
             )
 
 

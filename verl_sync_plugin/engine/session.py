@@ -114,7 +114,7 @@ class ReceiverSession:
     def _parts(self, hello: Hello, manifest: Manifest, message: Load) -> Sequence[torch.Tensor]:
         """The memory of a bucket: the slot it is in, or one slot per segment."""
         slots = [self._regions.slot(slots, message.slot) for slots in self._stagings]
-        return slots if manifest.sharded and manifest.worlds[message.bucket] > 1 else [slots[hello.place]]
+        return slots if manifest.sharded and manifest.buckets[message.bucket].world > 1 else [slots[hello.place]]
 
     def _refusal(self, stagings: tuple[Slots, ...], lives: tuple[Live, ...] = ()) -> str:
         """Maps these; returns the reason why one of them cannot be mapped, if so."""
