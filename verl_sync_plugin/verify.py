@@ -22,7 +22,6 @@ import torch
 from verl_sync_plugin.config.settings import KEY_PREFIX, TURN_OFF, SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.load_map import (
-    ROUNDED,
     UNEVEN,
     HashedPart,
     LoadMap,
@@ -166,12 +165,18 @@ class Comparison:
         maps = {digest: self._maps[digest] for digest in many}
         read = {digest: read_parts(found, tensors.owners) for digest, found in maps.items()}
         held: dict[str, list[HashedPart]] = {
-            digest: [(owner, move.box) for owner, move in held_parts(found, tensors.dtypes, tensors.owners)]
+            digest: [(tensors.owners[move.tensor], move.box) for move in held_parts(found, tensors.dtypes)]
             for digest, found in maps.items()
         }
         self._read = _Weights(tensors, read, many, own)
         self._held = _Weights(tensors, held, many, own)
-        self.left_out = _left_out(tensors, list(maps.values()))
+        self.left_out = {
+            tensors.names[number]: why
+            for each in maps.values()
+            for number, why in each.not_held(tensors.dtypes).items()
+        }
+        if any(each.derives for each in maps.values()):
+            self.left_out[DERIVED] = "is computed"
         uneven = torch.minimum(self._read.times, self._held.times).lt(0).nonzero().flatten().tolist()
         self.left_out.update((tensors.names[number], UNEVEN) for number in uneven)
         found = (self._held.times > 0).nonzero().flatten().tolist()
@@ -258,7 +263,7 @@ class _Weights:
         own: the map of this rank's engine rank.
 
     Attributes:
-        times: how often each tensor counts in the end: int64 of shape ``(tensors,)``, 0 or -1 where it cannot be
+        times: how often each tensor counts in the end: int64 of shape ``(tensors,)``; not positive where it cannot be
             compared.
     """
 
@@ -266,8 +271,7 @@ class _Weights:
         replicas = math.gcd(*many.values())  # as many as each map has at least
         everyone = [digest for digest in parts for _ in range(many[digest] // replicas)]
         times, factors = weigh(tensors.numels, [parts[digest] for digest in everyone])
-        found = torch.tensor(times, dtype=torch.int64)
-        self.times = torch.where(found > 0, found * replicas, found)
+        self.times = torch.tensor(times, dtype=torch.int64) * replicas
         self._tensors = np.array([number for number, _ in parts[own]] if own else (), dtype=np.int64)
         self._factors = np.array(factors[everyone.index(own)] if own else (), dtype=np.int64)
 
@@ -292,17 +296,6 @@ def times_sent(plan: Plan, world: int) -> torch.Tensor:
     tensor out, and every rank where each holds it whole."""
     times = {entry.name: world // bucket.world for bucket in plan.buckets for entry in bucket.entries}
     return torch.tensor([times[name] for name in sorted(times)], dtype=torch.int64)
-
-
-def _left_out(tensors: _Tensors, maps: list[LoadMap]) -> dict[str, str]:
-    names, found = tensors.names, dict[str, str]()
-    for each in maps:
-        found.update((names[number], why) for number, why in each.unplaced)
-        narrow = {m.tensor for m in each.moves if size_of(m.dtype) < size_of(tensors.dtypes[m.tensor])}
-        found.update((names[number], ROUNDED) for number in narrow)
-        if each.derives:
-            found[DERIVED] = "is computed"
-    return found
 
 
 def _elements(missing: Sequence[tuple[StateTensor, int, int]]) -> str:

@@ -187,12 +187,13 @@ class ModelLoad:
         views = [(each, view) for each in self.map.constants for view in views_of(each, flats[each.storage])]
         self._zeros = [view for each, view in views if not any(each.bits)]
         self._bits = [(view, bits_of(each, view)) for each, view in views if any(each.bits)]
+        self._constants = [(self.map.storages[each.storage].name, each, view) for each, view in views]
         self._pieces: dict[str, list[Run]] = {}  # of each tensor, from all buckets
         for bucket in self.manifest.buckets:
             for entry in bucket.entries:
                 found = (replace(piece, source=bucket.first + piece.source) for piece in entry.pieces)
                 self._pieces.setdefault(entry.name, []).extend(found)
-        held = (move for _, move in held_parts(self.map, self._dtypes, self._owners))
+        held = held_parts(self.map, self._dtypes)
         of_held = [(move, self._dtypes[move.tensor], self._pieces[self._names[move.tensor]]) for move in held]
         self._held = HeldHashes(of_held, self._copier)
         how = "the kernel" if self._copier.kernel else "plain copies"
@@ -329,10 +330,8 @@ class ModelLoad:
         """Hashes what lies in the parameters now. Waits for the device."""
         sums, wider = self._held.sums(self._storages.flats)
         odd = [(self._names[move.tensor], flag) for move, flag in wider]
-        for constant in self.map.constants:
-            flat, name = self._storages.flats[constant.storage], self.map.storages[constant.storage].name
-            for view in views_of(constant, flat):
-                odd.append((name, (view != bits_of(constant, view) if any(constant.bits) else view).any()))
+        for name, each, view in self._constants:
+            odd.append((name, (view != bits_of(each, view) if any(each.bits) else view).any()))
         return Held(sums.cpu().numpy().astype("<i8").tobytes(), tuple(flagged(odd)))
 
 

@@ -182,6 +182,12 @@ class LoadMap(msgspec.Struct, frozen=True, array_like=True, dict=True):
         others = {each.tensor for each in self.not_copied}
         return tuple(move for move in self.moves if move.tensor not in others)
 
+    def not_held(self, dtypes: Sequence[str]) -> dict[int, str]:
+        """The tensors that cannot be compared with what lies in the model after a load, and why; ``dtypes`` are those
+        in which tensors travel, by number."""
+        narrow = (move.tensor for move in self.moves if size_of(move.dtype) < size_of(dtypes[move.tensor]))
+        return dict(self.unplaced) | dict.fromkeys(narrow, ROUNDED)
+
     @cached_property
     def digest(self) -> str:
         """Names the map."""
@@ -354,12 +360,11 @@ def read_parts(found: LoadMap, owners: Mapping[int, int]) -> list[HashedPart]:
     return parts + [(number, None) for number in sorted({owners[each.tensor] for each in found.not_copied})]
 
 
-def held_parts(found: LoadMap, dtypes: Sequence[str], owners: Mapping[int, int]) -> list[tuple[int, Move]]:
-    """Lists what an engine rank hashes in its parameters after a sync, in the order of its sums: tensors and moves.
-    ``dtypes`` are those in which the tensors travel, by number."""
-    unfit = {number for number, _ in found.unplaced}
-    unfit.update(move.tensor for move in found.moves if size_of(move.dtype) < size_of(dtypes[move.tensor]))
-    return [(owners[m.tensor], m) for m in found.moves if m.tensor not in unfit]
+def held_parts(found: LoadMap, dtypes: Sequence[str]) -> list[Move]:
+    """Lists what an engine rank hashes in its parameters after a sync, in the order of its sums. ``dtypes``: as for
+    ``not_held``."""
+    left_out = found.not_held(dtypes)
+    return [move for move in found.moves if move.tensor not in left_out]
 
 
 def weigh(numels: Sequence[int], everyone: Sequence[Sequence[HashedPart]]) -> tuple[list[int], list[list[int]]]:
