@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -325,13 +326,9 @@ def wire_dtypes(names: Sequence[str], maps: Iterable[LoadMap]) -> dict[str, str]
     """The widest dtype in which any engine rank keeps each tensor, or could use it; empty for whatever the trainer has.
     Tensors that none of them takes are not in it."""
     found: dict[int, str] = {}
-    for each in maps:
-        needed = [(move.tensor, move.dtype) for move in each.moves]
-        needed += [(left.tensor, left.dtype) for left in each.not_copied]
-        for number, dtype in dict.fromkeys(needed):
-            before = found.setdefault(number, dtype)
-            if before and (not dtype or size_of(dtype) > size_of(before)):
-                found[number] = dtype
+    of_each = (chain[Move | NotCopied](each.moves, each.not_copied) for each in maps)
+    for number, dtype in dict.fromkeys((part.tensor, part.dtype) for parts in of_each for part in parts):
+        found[number] = max(found.get(number, dtype), dtype, key=lambda each: size_of(each) if each else math.inf)
     return {names[number]: dtype for number, dtype in found.items()}
 
 
