@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -26,16 +25,15 @@ from verl_sync_plugin.layout.load_map import (
     HashedPart,
     LoadMap,
     StateTensor,
+    Tensors,
     held_parts,
-    owners_of,
     read_parts,
-    size_of,
     unused,
     unwritten,
     weigh,
     wire_dtypes,
 )
-from verl_sync_plugin.layout.tensors import SCALE, Plan, numbers_of
+from verl_sync_plugin.layout.tensors import SCALE, Plan
 from verl_sync_plugin.log import by_reason, say, some
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed
@@ -90,7 +88,7 @@ class Comparison:
         self._known = ""
         digests = self._exchange()
         maps = [self._maps[digest] for digest in digests if digest]
-        tensors = _Tensors(plan)
+        tensors = Tensors([bucket.entries for bucket in plan.buckets])
         if blocks := {tensors.names[number]: (rows, columns) for each in maps for number, rows, columns in each.fp8}:
             self.blocks |= blocks
             return {}
@@ -114,12 +112,12 @@ class Comparison:
             }
         return digests
 
-    def _refuse(self, tensors: _Tensors, digests: Sequence[str]) -> None:
+    def _refuse(self, tensors: Tensors, digests: Sequence[str]) -> None:
         """Raises ValueError or RuntimeError where this rank's engine leaves out a tensor or a parameter."""
         if not self._ranks:
             return
         names, maps = tensors.names, [self._maps[digests[rank]] for rank in self._ranks]
-        if found := unused(tensors.entries, tensors.owners, maps):
+        if found := unused({name: tensors.entries[name] for name in names}, tensors.owners, maps):
             shown = some([f"{names[number]} ({lacks} of {of} bytes)" for number, lacks, of in found])
             if all(names[number].endswith(SCALE) for number, *_ in found):
                 raise ValueError(
@@ -157,7 +155,7 @@ class Comparison:
         if missing:
             self._say(f"{text}; the engine keeps what it loaded at its start")
 
-    def _weigh(self, plan: Plan, tensors: _Tensors, digests: list[str]) -> None:
+    def _weigh(self, plan: Plan, tensors: Tensors, digests: list[str]) -> None:
         """Weighs every part that this rank's engine rank hashes."""
         self._names, self._times_sent = tensors.names, times_sent(plan, len(self._agreement.ranks.trainers))
         many = Counter(digest for digest in digests if digest)
@@ -237,22 +235,6 @@ class Comparison:
         return [self._names[number] for number in wrong.nonzero().flatten().tolist()]
 
 
-class _Tensors:
-    """The tensors of a plan, by number."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.buckets = [bucket.entries for bucket in plan.buckets]
-        by_name = {entry.name: entry for entries in self.buckets for entry in entries}
-        self.entries = {name: by_name[name] for name in numbers_of(self.buckets)}
-        self.names = list(self.entries)
-        self.dtypes = [entry.dtype for entry in self.entries.values()]
-        self.numels = [entry.nbytes // size_of(entry.dtype) for entry in self.entries.values()]
-
-    @cached_property
-    def owners(self) -> dict[int, int]:
-        return owners_of(self.buckets)
-
-
 class _Weights:
     """Puts the hashes of all parts together.
 
@@ -267,7 +249,7 @@ class _Weights:
             compared.
     """
 
-    def __init__(self, tensors: _Tensors, parts: dict[str, list[HashedPart]], many: Counter[str], own: str) -> None:
+    def __init__(self, tensors: Tensors, parts: dict[str, list[HashedPart]], many: Counter[str], own: str) -> None:
         replicas = math.gcd(*many.values())  # as many as each map has at least
         everyone = [digest for digest in parts for _ in range(many[digest] // replicas)]
         times, factors = weigh(tensors.numels, [parts[digest] for digest in everyone])

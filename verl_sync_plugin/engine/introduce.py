@@ -31,6 +31,7 @@ from verl_sync_plugin.layout.load_map import (
     Spans,
     StateTensor,
     Storage,
+    Tensors,
     box_of,
     box_spans,
     length,
@@ -107,14 +108,11 @@ class Places:
                 owned[key] = first
 
 
-def introduce(
-    model: EngineModel, sources: Sequence[Entry], owners: Mapping[str, str], device: torch.device
-) -> tuple[LoadMap, Storages]:
+def introduce(model: EngineModel, tensors: Tensors, device: torch.device) -> tuple[LoadMap, Storages]:
     """Returns the map of an engine rank's model on ``device``, and its storages. Overwrites parameters with marks, so a
-    sync has to follow. ``sources``: all tensors of the sync, in the order in which they come; ``owners``: of tied
-    tensors, which hold the same: whose. Raises ValueError where the load cannot be recorded, RuntimeError where there
+    sync of these tensors has to follow. Raises ValueError where the load cannot be recorded, RuntimeError where there
     is no device memory for marks, and whatever the model raises when it loads them."""
-    introduction = _Introduction(model, sources, owners, device)
+    introduction = _Introduction(model, tensors, device)
     try:
         return introduction.run()
     except torch.OutOfMemoryError as error:
@@ -142,14 +140,12 @@ def kept_in_fp8(model: EngineModel, sources: Sequence[Entry]) -> tuple[str, ...]
 
 
 class _Introduction:
-    def __init__(
-        self, model: EngineModel, sources: Sequence[Entry], owners: Mapping[str, str], device: torch.device
-    ) -> None:
-        self._model, self._sources, self._owners, self._device = model, sources, owners, device
+    def __init__(self, model: EngineModel, tensors: Tensors, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._names, self._numbers, self._entries = tensors.names, tensors.numbers, tensors.entries
+        self._owners = {name: tensors.names[tensors.owners[number]] for name, number in tensors.numbers.items()}
         # Also keeps them alive: else what a load allocates takes the identity of what it replaces
         self.places = Places(model.module)
-        self._by_number = sorted(sources, key=lambda source: source.name)
-        self._numbers = {source.name: number for number, source in enumerate(self._by_number)}
         self._moves: list[Move] = []
         self._constants: list[Constant] = []
         self._own_load = ""
@@ -161,7 +157,7 @@ class _Introduction:
         model = self._model
         before, storages = _lies(model.module), {name: storage_of(each) for name, each in model_tensors(model.module)}
         refreshed = {storage_of(copy): storage_of(weight) for weight, copy in model.refreshed}
-        recording = record(model, self._sources)
+        recording = record(model, list(self._entries.values()))
         known = [w for w in recording.writes if w.name or w.source is not None or storage_of(w.target) not in refreshed]
         recording.writes = known
         moved = {name for name, _ in before ^ _lies(model.module)}
@@ -249,7 +245,7 @@ class _Introduction:
         for name in sorted(wrong - self._not_copied.keys()):
             raise self._other(f"puts {name} elsewhere with real tensors than without them")
         self._unplaced.update((name, self._not_copied[name]) for name in wrong)
-        self._moves = [move for move in self._moves if self._by_number[move.tensor].name not in self._unplaced]
+        self._moves = [move for move in self._moves if self._names[move.tensor] not in self._unplaced]
         lasting = [each for each in self._constants if _holds(each, flats[each.storage])]
         if len(lasting) < len(self._constants):
             self._own_load = "a constant next to its weights changes with what is loaded"
@@ -257,14 +253,14 @@ class _Introduction:
 
     def _marks(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Chunks of marks, the same at every call: a model may write into what it is given."""
-        for number, chunk in enumerate(_chunks(self._sources, self._owners, self._model)):
+        for number, chunk in enumerate(_chunks(self._entries, self._owners, self._model)):
             yield _marks(chunk, self._owners, torch.Generator(self._device).manual_seed(SEED + number))
 
     def _misplaced(self) -> set[str]:
         """The tensors of which some mark is not where a move puts it."""
         moves: dict[str, list[Move]] = {}
         for move in self._moves:
-            moves.setdefault(self._by_number[move.tensor].name, []).append(move)
+            moves.setdefault(self._names[move.tensor], []).append(move)
         odd: list[tuple[str, torch.Tensor]] = []
         for marks in self._marks():
             odd += [(name, self._differs(mark, move)) for name, mark in marks for move in moves.get(name, ())]
@@ -313,7 +309,7 @@ class _Introduction:
                 parts.setdefault(each.name, []).append(box_spans(each.box, True))
         found = []
         for name, why in self._not_copied.items():
-            source = self._by_number[self._numbers[name]]
+            source = self._entries[name]
             if name in recording.taken:
                 parts[name] = [box_spans(own_box(source.shape, source.strides), True)]
             own = source.dtype
@@ -413,7 +409,7 @@ def _marks(
     flats: dict[str, torch.Tensor] = {}
     marks, start = [], 0
     for source, meta, nbytes in zip(chunk, metas, sizes, strict=True):
-        owner = owners.get(source.name, source.name)
+        owner = owners[source.name]
         if owner in flats:
             flat = flats[owner].clone()
         elif meta.dtype.is_floating_point:
@@ -425,23 +421,22 @@ def _marks(
     return marks
 
 
-def _chunks(sources: Sequence[Entry], owners: Mapping[str, str], model: EngineModel) -> Iterator[list[Entry]]:
+def _chunks(sources: Mapping[str, Entry], owners: Mapping[str, str], model: EngineModel) -> Iterator[list[Entry]]:
     """As many tensors in one go as make up ``CHUNK_BYTES``, each with those it is tied to or fused with."""
-    by_name = {source.name: source for source in sources}
     tied: dict[str, list[str]] = {}
-    for source in sources:
-        tied.setdefault(owners.get(source.name, source.name), []).append(source.name)
-    left = set(by_name)
+    for name in sources:
+        tied.setdefault(owners[name], []).append(name)
+    left = set(sources)
     chunk: list[Entry] = []
     nbytes = 0
-    for first in by_name:
+    for first in sources:
         together = [first] if first in left else []
         for name in together:  # grows on the way
-            more = [*tied[owners.get(name, name)], partner_of(name, model.fused_pairs)]
+            more = [*tied[owners[name]], partner_of(name, model.fused_pairs)]
             together += [each for each in more if each in left and each not in together]
         left.difference_update(together)
-        chunk += [by_name[name] for name in together]
-        nbytes += sum(by_name[name].nbytes for name in together)
+        chunk += [sources[name] for name in together]
+        nbytes += sum(sources[name].nbytes for name in together)
         if nbytes >= CHUNK_BYTES:
             yield chunk
             chunk, nbytes = [], 0

@@ -36,13 +36,13 @@ from verl_sync_plugin.engine.recorder import model_tensors
 from verl_sync_plugin.layout.load_map import (
     LoadMap,
     Move,
+    Tensors,
     held_parts,
-    owners_of,
     read_parts,
     size_of,
 )
 from verl_sync_plugin.layout.strided import Partition, Run, compose, in_rows
-from verl_sync_plugin.layout.tensors import SCALE, Bucket, Entry, dtype_name, hulls_of, numbers_of
+from verl_sync_plugin.layout.tensors import SCALE, Bucket, Entry, dtype_name, hulls_of
 from verl_sync_plugin.log import say, some
 from verl_sync_plugin.transport.memory import Live, Regions
 from verl_sync_plugin.transport.protocol import Held, Manifest
@@ -102,12 +102,8 @@ class ModelLoad:
         if before is not None:
             before._put_back()
         self._model, self.manifest, self.device = model, manifest, device
-        entries = [bucket.entries for bucket in manifest.buckets]
-        self._numbers = numbers_of(entries)
-        self._entries = {entry.name: entry for bucket in entries for entry in bucket}
-        self._names = list(self._numbers)
-        self._dtypes = [self._entries[name].dtype for name in self._names]
-        self._owners = owners_of(entries)
+        self._tensors = Tensors([bucket.entries for bucket in manifest.buckets])
+        self._names, self._entries = self._tensors.names, self._tensors.entries
         model.sent = frozenset(self._names)
         self.map, self._storages, self._key = LoadMap(), Storages(model.module), LayoutKey(model)
         self._places: Places | None = None  # while a load may put something elsewhere
@@ -154,13 +150,11 @@ class ModelLoad:
         self._places = None
 
     def _introduce(self) -> None:
-        numbers, sources = self._numbers, list(self._entries.values())
-        owners = {name: self._names[self._owners[number]] for name, number in numbers.items()}
-        if in_fp8 := kept_in_fp8(self._model, sources):
+        if in_fp8 := kept_in_fp8(self._model, list(self._entries.values())):
             rows, columns = self._model.fp8_block
-            self.map = LoadMap(fp8=tuple((numbers[name], rows, columns) for name in in_fp8))
+            self.map = LoadMap(fp8=tuple((self._tensors.numbers[name], rows, columns) for name in in_fp8))
         else:
-            self.map, self._storages = introduce(self._model, sources, owners, self.device)
+            self.map, self._storages = introduce(self._model, self._tensors, self.device)
         self._key = LayoutKey(self._model)
         self._layout, self._compiled, self.is_new = self._key.now(), False, True
 
@@ -168,7 +162,7 @@ class ModelLoad:
     def _compile(self) -> None:
         self._compiled, self._live = True, None
         self._copier = Copier(self.device, [tensor for _, tensor in model_tensors(self._model.module)])
-        parts = read_parts(self.map, self._owners)
+        parts = read_parts(self.map, self._tensors.owners)
         self._hashed = [self._names[number] for number, _ in parts]  # the tensor of each sum
         self._whole = {number: part for part, (number, box) in enumerate(parts) if box is None}
         self._moves: dict[str, list[tuple[int, Move]]] = {}  # of the tensors that are copied, with their parts
@@ -193,8 +187,8 @@ class ModelLoad:
             for entry in bucket.entries:
                 found = (replace(piece, source=bucket.first + piece.source) for piece in entry.pieces)
                 self._pieces.setdefault(entry.name, []).extend(found)
-        held = held_parts(self.map, self._dtypes)
-        of_held = [(move, self._dtypes[move.tensor], self._pieces[self._names[move.tensor]]) for move in held]
+        held = held_parts(self.map, self._tensors.dtypes)
+        of_held = [(move, self._tensors.dtypes[move.tensor], self._pieces[self._names[move.tensor]]) for move in held]
         self._held = HeldHashes(of_held, self._copier)
         how = "the kernel" if self._copier.kernel else "plain copies"
         how = f"the model's own load ({self.map.own_load})" if self.map.own_load else how
@@ -209,7 +203,7 @@ class ModelLoad:
             else:
                 copies += self._blocks(entry, bucket)
         for hull in hulls_of(bucket.entries) if self._whole else ():
-            first, part = hull.first, self._whole.get(self._owners[self._numbers[hull.names[0]]])
+            first, part = hull.first, self._whole.get(self._tensors.numbers[hull.names[0]])
             if part is not None:
                 region, position = first // bucket.stride, bucket.first + first
                 reads.append(Block(first, 0, position, hull.end - first, region=region, group=part))

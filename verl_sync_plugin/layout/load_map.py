@@ -347,6 +347,29 @@ def owners_of(buckets: Sequence[Sequence[Entry]]) -> dict[int, int]:
     return {number: numbers[owners.get(name, name)] for name, number in numbers.items()}
 
 
+class Tensors:
+    """The tensors of a plan.
+
+    Attributes:
+        numbers: of each name; see ``numbers_of``.
+        names, dtypes, numels: by number.
+        entries: by name, in the order in which they travel; of some bucket.
+    """
+
+    def __init__(self, buckets: Sequence[Sequence[Entry]]) -> None:
+        self._buckets = buckets
+        self.numbers = numbers_of(buckets)
+        self.names = list(self.numbers)
+        self.entries = {entry.name: entry for entries in buckets for entry in entries}
+        self.dtypes = [self.entries[name].dtype for name in self.names]
+        self.numels = [self.entries[name].nbytes // size_of(self.entries[name].dtype) for name in self.names]
+
+    @cached_property
+    def owners(self) -> dict[int, int]:
+        """See ``owners_of``."""
+        return owners_of(self._buckets)
+
+
 HashedPart = tuple[int, Box | None]  # of which tensor, and which elements; ``None``: all bytes that are its to count
 
 
