@@ -189,9 +189,9 @@ class Packer:
             found: where they are.
         """
         if not self.copier.kernel:
-            for index, bucket in enumerate(self.plan.buckets):
-                nbytes = bucket.stride if self.plan.sharded else bucket.nbytes
-                self.pack(index, torch.empty(nbytes, dtype=torch.uint8, device=self.copier.device), shards)
+            slot = torch.empty(self.plan.slot_bytes, dtype=torch.uint8, device=self.copier.device)
+            for index in range(len(self.plan.buckets)):
+                self.pack(index, slot, shards)
             return
         if self._whole is None or self._whole.found is not found:
             self._whole = PackTable(self, self.plan.buckets, found)

@@ -300,23 +300,22 @@ class _Introduction:
         return tuple((number, pairs_of(spans_of(parts))) for number, parts in found.items())
 
     def _leftovers(self, recording: Recording) -> tuple[NotCopied, ...]:
-        parts: dict[str, list[np.ndarray]] = {}
-        dtypes: dict[str, str] = {}
-        for each in (each for each in self._writes if each.name in self._not_copied):
-            dtype = dtype_name(each.write.target.dtype)
-            dtypes[each.name] = max(dtype, dtypes.get(each.name, dtype), key=size_of)
-            if each.box is not None and not each.dead:
-                parts.setdefault(each.name, []).append(box_spans(each.box, True))
+        of_name: dict[str, list[_Writing]] = {}
+        for each in self._writes:
+            of_name.setdefault(each.name, []).append(each)
         found = []
-        for name, why in self._not_copied.items():
-            source = self._entries[name]
+        for name, why in sorted(self._not_copied.items()):
+            source, writes = self._entries[name], of_name.get(name, [])
             if name in recording.taken:
-                parts[name] = [box_spans(own_box(source.shape, source.strides), True)]
-            own = source.dtype
-            kept = "" if name in recording.computed else max(own, dtypes.get(name, own), key=size_of)
-            kept = kept if "float" in own else own
-            found.append(NotCopied(self._numbers[name], why, kept, pairs_of(spans_of(parts.get(name, ())))))
-        return tuple(sorted(found, key=lambda left: left.tensor))
+                parts = [box_spans(own_box(source.shape, source.strides), True)]
+            else:
+                parts = [box_spans(each.box, True) for each in writes if each.box is not None and not each.dead]
+            dtype = source.dtype
+            if "float" in dtype:
+                kept = max([dtype, *(dtype_name(each.write.target.dtype) for each in writes)], key=size_of)
+                dtype = "" if name in recording.computed else kept
+            found.append(NotCopied(self._numbers[name], why, dtype, pairs_of(spans_of(parts))))
+        return tuple(found)
 
 
 class _Writing:

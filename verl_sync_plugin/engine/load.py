@@ -453,12 +453,10 @@ class Assembler:
     def tensors(self, memory: BucketMemory, entries: tuple[Entry, ...]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that are complete with this bucket; they may alias ``memory`` unless that is shared."""
         for entry in entries:
-            flat = self._join(memory, entry)
-            if flat is None:
-                continue
-            typed = flat.view(getattr(torch, entry.dtype))
-            whole = typed.view(entry.shape) if entry.strides is None else typed.as_strided(entry.shape, entry.strides)
-            yield from self._release(entry.name, whole)
+            if (flat := self._join(memory, entry)) is not None:
+                typed, strides = flat.view(getattr(torch, entry.dtype)), entry.strides
+                whole = typed.view(entry.shape) if strides is None else typed.as_strided(entry.shape, strides)
+                yield from self._release(entry.name, whole)
 
     def _join(self, memory: BucketMemory, entry: Entry) -> torch.Tensor | None:
         here = sum(piece.width * piece.count for piece in entry.pieces)

@@ -155,15 +155,10 @@ class ReceiverSession:
             # The engine resumes its KV cache next, through an allocator of its own that cannot use what a first sync
             # leaves in this one: at a memory share of 0.97 of an H100 the KV cache of 7.6 B did not come back
             torch.cuda.empty_cache()
-        channel.send(
-            Committed(
-                load.replayed,
-                sums,
-                load.obstacle or ("" if self._maps else "an engine rank could not map them"),
-                self._take_activations(),
-                load.held() if hello.asks_hashes else None,
-            )
-        )
+        obstacle = load.obstacle or ("" if self._maps else "an engine rank could not map them")
+        activations = self._take_activations()  # without what the hashes take
+        held = load.held() if hello.asks_hashes else None
+        channel.send(Committed(load.replayed, sums, obstacle, activations, held))
 
     def _take_activations(self) -> int:
         """Bytes that the engine's allocator took since the last call, in addition to what it keeps; 0 at the first, and
