@@ -68,6 +68,7 @@ class Comparison:
         self._maps: dict[str, LoadMap] = {}  # by digest
         self._said = set[str]()
         self.map: LoadMap | None = None
+        self._digest = ""  # of it
         self.compared: tuple[int, ...] = ()
         self.left_out: dict[str, str] = {}
         self.tensor_count, self.unwritten = 0, list[tuple[StateTensor, int, int]]()
@@ -79,7 +80,7 @@ class Comparison:
 
     def note(self, found: LoadMap) -> None:
         """Keeps what this rank's engine rank says."""
-        self.map, self._known = found, ""
+        self.map, self._digest, self._known = found, found.digest, ""
 
     def learn(self, plan: Plan) -> dict[str, str]:
         """Collective: exchanges the maps, and raises SyncError, with the same text on every rank, for a plan of which
@@ -99,17 +100,12 @@ class Comparison:
 
     def _exchange(self) -> list[str]:
         """The digest of every rank's map, if it has one; takes in the maps, of equal ones only one."""
-        digest = self.map.digest if self.map is not None else ""
-        digests: list[str] = self._agreement.gather("exchanging what the engine does", digest)
+        digests: list[str] = self._agreement.gather("exchanging what the engine does", self._digest)
         if not all(each in self._maps for each in digests if each):
-            mine = digest and digests.index(digest) == self._agreement.ranks.rank
-            mine_packed = msgspec.msgpack.encode(self.map) if mine else b""
-            packed = self._agreement.gather("exchanging the engine's load maps", mine_packed)
-            self._maps = {
-                each: msgspec.msgpack.decode(found, type=LoadMap)
-                for each, found in zip(digests, packed, strict=True)
-                if found
-            }
+            mine = self._digest and digests.index(self._digest) == self._agreement.ranks.rank
+            packed = msgspec.msgpack.encode(self.map) if mine else b""
+            everyone = zip(digests, self._agreement.gather("exchanging the engine's load maps", packed), strict=True)
+            self._maps = {each: msgspec.msgpack.decode(found, type=LoadMap) for each, found in everyone if found}
         return digests
 
     def _refuse(self, tensors: Tensors, digests: Sequence[str]) -> None:
@@ -159,26 +155,21 @@ class Comparison:
         """Weighs every part that this rank's engine rank hashes."""
         self._names, self._times_sent = tensors.names, times_sent(plan, len(self._agreement.ranks.trainers))
         many = Counter(digest for digest in digests if digest)
-        own = self.map.digest if self.map is not None else ""
         maps = {digest: self._maps[digest] for digest in many}
-        read = {digest: read_parts(found, tensors.owners) for digest, found in maps.items()}
-        held: dict[str, list[HashedPart]] = {
-            digest: [(tensors.owners[move.tensor], move.box) for move in held_parts(found, tensors.dtypes)]
-            for digest, found in maps.items()
-        }
-        self._read = _Weights(tensors, read, many, own)
-        self._held = _Weights(tensors, held, many, own)
-        self.left_out = {
-            tensors.names[number]: why
-            for each in maps.values()
-            for number, why in each.not_held(tensors.dtypes).items()
-        }
-        if any(each.derives for each in maps.values()):
-            self.left_out[DERIVED] = "is computed"
+        read, held = dict[str, list[HashedPart]](), dict[str, list[HashedPart]]()
+        self.left_out = {}
+        for digest, found in maps.items():
+            read[digest] = read_parts(found, tensors.owners)
+            held[digest] = [(tensors.owners[move.tensor], move.box) for move in held_parts(found, tensors.dtypes)]
+            self.left_out |= {tensors.names[number]: why for number, why in found.not_held(tensors.dtypes).items()}
+            if found.derives:
+                self.left_out[DERIVED] = "is computed"
+        self._read = _Weights(tensors, read, many, self._digest)
+        self._held = _Weights(tensors, held, many, self._digest)
         uneven = torch.minimum(self._read.times, self._held.times).lt(0).nonzero().flatten().tolist()
         self.left_out.update((tensors.names[number], UNEVEN) for number in uneven)
-        found = (self._held.times > 0).nonzero().flatten().tolist()
-        self.compared = tuple(number for number in found if tensors.names[number] not in self.left_out)
+        placed = (self._held.times > 0).nonzero().flatten().tolist()
+        self.compared = tuple(number for number in placed if tensors.names[number] not in self.left_out)
         if not self.compared and self._config.verify not in ("first", "never"):
             name, why = next(iter(self.left_out.items()), ("nothing was sent", "nothing to compare"))
             raise ValueError(

@@ -92,12 +92,7 @@ Prepared = KernelTable | _PlainTable  # blocks made ready once and run every syn
 
 
 class Copier:
-    """Makes blocks ready for one device.
-
-    Args:
-        device: where sources and targets are.
-        targets: the tensors that blocks write to.
-    """
+    """Makes blocks ready for ``device``, where their sources are, and ``targets``: the tensors that they write to."""
 
     def __init__(self, device: torch.device, targets: Sequence[torch.Tensor]) -> None:
         self.device = device

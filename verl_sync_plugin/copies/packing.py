@@ -163,13 +163,8 @@ class Packer:
         self._flags.zero_()
 
     def pack(self, index: int, memory: torch.Tensor, shards: list[Shard]) -> None:
-        """Copies this rank's runs into its segment, cast to the wire dtype; copies may still run when it returns.
-
-        Args:
-            index: number of the bucket.
-            memory: its slot.
-            shards: all shards of this rank, by base index.
-        """
+        """Copies this rank's runs of bucket number ``index`` into its segment of a slot (``memory``), cast to the wire
+        dtype; copies may still run when it returns. ``shards``: all of this rank, by base index."""
         bucket = self.plan.buckets[index]
         origin = self.plan.origin(bucket, self.rank)
         segment = memory.narrow(0, segment_of(bucket, self.rank) * bucket.stride - origin, bucket.stride)
@@ -183,11 +178,7 @@ class Packer:
 
     def hash_parameters(self, shards: list[Shard], found: Found) -> None:
         """Hashes and checks everything where it lies, for engine ranks that read it there; may return early.
-
-        Args:
-            shards: all shards of this rank, by base index; none that ``LiveParameters`` refuses.
-            found: where they are.
-        """
+        ``shards``: all of this rank, by base index, none of which ``LiveParameters`` refuses, and their places."""
         if not self.copier.kernel:
             slot = torch.empty(self.plan.slot_bytes, dtype=torch.uint8, device=self.copier.device)
             for index in range(len(self.plan.buckets)):

@@ -47,7 +47,8 @@ CHUNK_BYTES = 256 << 20  # of marks given to the model in one call; bounds the m
 SEED = 20_251
 POISON = 0xA5  # every byte, before the load of marks, of what it is to write and no tensor holds
 FP8 = torch.float8_e4m3fn
-FINITE = -0x4001  # clears the highest bit of every exponent, in bf16, fp16 and the upper half of fp32
+# Clears the highest bit of every exponent, in bf16, fp16 and the upper half of fp32: no NaN or Inf of 16 or 32 bits
+FINITE = -0x4001
 MOST_RUNS = 1 << 14  # of one copy
 SHORT_RUN = 32  # bytes; what lies in shorter ones is brought into the tensor's order before it is hashed
 
@@ -404,7 +405,9 @@ def _marks(
     bits are made at once: one by one, those of 18867 tensors took longer than their load."""
     metas = [meta_of(source) for source in chunk]
     sizes = [meta.untyped_storage().nbytes() for meta in metas]
-    bits = _finite_bits(sum(map(align, sizes)), generator)
+    halves, device = (sum(map(align, sizes)) // 2,), generator.device
+    bits = torch.randint(-(1 << 15), 1 << 15, halves, generator=generator, device=device, dtype=torch.int16)
+    bits = bits.bitwise_and_(FINITE).view(torch.uint8)
     flats: dict[str, torch.Tensor] = {}
     marks, start = [], 0
     for source, meta, nbytes in zip(chunk, metas, sizes, strict=True):
@@ -441,13 +444,6 @@ def _chunks(sources: Mapping[str, Entry], owners: Mapping[str, str], model: Engi
             chunk, nbytes = [], 0
     if chunk:
         yield chunk
-
-
-def _finite_bits(nbytes: int, generator: torch.Generator) -> torch.Tensor:
-    """Random bytes of shape ``(nbytes,)``, none of which is a part of a NaN or Inf of 16 or 32 bits."""
-    halves = (nbytes // 2,)
-    bits = torch.randint(-(1 << 15), 1 << 15, halves, generator=generator, device=generator.device, dtype=torch.int16)
-    return bits.bitwise_and_(FINITE).view(torch.uint8)
 
 
 def _whole_numbers(dtype: torch.dtype, nbytes: int, generator: torch.Generator) -> torch.Tensor:

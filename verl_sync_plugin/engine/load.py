@@ -166,13 +166,12 @@ class ModelLoad:
         self._hashed = [self._names[number] for number, _ in parts]  # the tensor of each sum
         self._whole = {number: part for part, (number, box) in enumerate(parts) if box is None}
         self._moves: dict[str, list[tuple[int, Move]]] = {}  # of the tensors that are copied, with their parts
+        self._by_scratch: set[str] = set()
         for part, move in enumerate(self.map.copied):
-            self._moves.setdefault(self._names[move.tensor], []).append((part, move))
-        self._by_scratch = frozenset(
-            name
-            for name, moves in self._moves.items()
-            if any(move.dtype != self._entries[name].dtype or is_turned(move) for _, move in moves)
-        )
+            name = self._names[move.tensor]
+            self._moves.setdefault(name, []).append((part, move))
+            if move.dtype != self._entries[name].dtype or is_turned(move):
+                self._by_scratch.add(name)
         self._works = [self._cut(bucket) for bucket in self.manifest.buckets]
         self._ready = [(self._copier.prepare(w.copies), self._copier.prepare(w.reads)) for w in self._works]
         self._read_sums = torch.zeros(len(parts), dtype=torch.int64, device=self.device)
@@ -304,11 +303,8 @@ class ModelLoad:
         self._live = None
 
     def finish(self) -> None:
-        """Ends the sync: derives what the model derives, and refreshes its copies.
-
-        Raises:
-            ValueError: a tensor is incomplete.
-        """
+        """Ends the sync: derives what the model derives, and refreshes its copies. Raises ValueError where a tensor is
+        incomplete."""
         self._assembler.finish()
         if self.map.derives and not self.map.own_load:  # an own load has derived by itself
             self._model.derive_after_load()
@@ -488,11 +484,7 @@ class Assembler:
             self._waiting[name] = tensor.clone()
 
     def finish(self) -> None:
-        """Checks that nothing is left over.
-
-        Raises:
-            ValueError: a tensor or a fused pair is incomplete.
-        """
+        """Raises ValueError where a tensor or a fused pair is incomplete."""
         if self._partial or self._waiting:
             left = sorted([*self._partial, *self._waiting])
             raise ValueError(f"the sync ended with incomplete tensors: {', '.join(left[:10])}")

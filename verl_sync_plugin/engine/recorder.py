@@ -222,15 +222,8 @@ class _Recorder(TorchDispatchMode):
 
 
 def record(model: EngineModel, sources: Sequence[Entry]) -> Recording:
-    """One dry ``load_weights`` over all ``sources``; changes nothing in the model that a sync would keep.
-
-    Args:
-        model: of this engine rank.
-        sources: the tensors of a sync, in the order they will come.
-
-    Raises:
-        ValueError: the load needs values, or keeps a tensor that it is given.
-    """
+    """One dry ``load_weights`` over all ``sources`` of a sync, in the order they will come; changes nothing in the
+    model that a sync would keep. Raises ValueError where the load needs values, or keeps a tensor that it is given."""
     tensors = [(source.name, meta_of(source)) for source in sources]
     recorder = _Recorder(model.module, tensors)
     try:

@@ -89,13 +89,8 @@ def joined(dims: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 def box_of(shape: Sequence[int], steps: Sequence[int], others: Sequence[int], source: int, target: int) -> Box:
-    """The box of a copy between two views of one shape.
-
-    Args:
-        shape: of both.
-        steps, others: strides in the tensor and in the memory.
-        source, target: the first element on either side.
-    """
+    """The box of a copy between two views of one shape: strides in the tensor (``steps``) and in the memory, and the
+    first element on either side."""
     dims = [each for each in zip(shape, steps, others, strict=True) if each[0] != 1]
     return Box(source, target, tuple(joined(sorted(dims, key=lambda d: (-d[1], -d[2])))))
 
