@@ -195,12 +195,10 @@ class Comparison:
         """This rank's share of ``compare``: int64 of shape ``(2, tensors)``, hashes of what was packed here and of what
         this rank's engine rank (``committed``: ``None`` where there is none) read; where it is compared (``verified``)
         a third row, of what it holds. Raises ValueError where it hashed another number of parts than its map has."""
-        rows = [sent, torch.zeros_like(sent), torch.zeros_like(sent)]
-        if committed is not None:
-            rows[1] = self._read.sum(committed.sums)
-            if verified and committed.held is not None:
-                rows[2] = self._held.sum(committed.held.sums)
-        return torch.stack(rows if verified else rows[:2])
+        nothing, hashed = torch.zeros_like(sent), committed.held if committed is not None else None
+        read = nothing if committed is None else self._read.sum(committed.sums)
+        held = nothing if hashed is None else self._held.sum(hashed.sums)
+        return torch.stack([sent, read, held] if verified else [sent, read])
 
     def compare(self, weighed: torch.Tensor) -> None:
         """Collective: compares what was packed with what was read and, of a verified sync, with what is held, from the

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from verl_sync_plugin.copies.plain import Block, Memory, copy_runs, flat_storage, hash_block, runs
+from verl_sync_plugin.copies.plain import Block, Memory, copy_runs, hash_block, runs
 from verl_sync_plugin.copies.table import EXPONENTS, KernelTable, kernel_works
 
 
@@ -47,11 +47,10 @@ class BucketMemory(Memory):
 
 
 class Targets:
-    """Finds the memory at an absolute address among known tensors."""
+    """Finds the memory at an absolute address among flat storages."""
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
-        self._flats = sorted((flat_storage(tensor) for tensor in storages.values()), key=torch.Tensor.data_ptr)
+    def __init__(self, flats: Iterable[torch.Tensor]) -> None:
+        self._flats = sorted(flats, key=torch.Tensor.data_ptr)
         self._starts = [flat.data_ptr() for flat in self._flats]
 
     def find(self, address: int) -> tuple[torch.Tensor, int]:
@@ -92,7 +91,8 @@ Prepared = KernelTable | _PlainTable  # blocks made ready once and run every syn
 
 
 class Copier:
-    """Makes blocks ready for ``device``, where their sources are, and ``targets``: the tensors that they write to."""
+    """Makes blocks ready for ``device``, where their sources are, and ``targets``: the storages that they write to,
+    each as uint8 of shape ``(n,)``."""
 
     def __init__(self, device: torch.device, targets: Sequence[torch.Tensor]) -> None:
         self.device = device

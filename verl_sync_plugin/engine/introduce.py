@@ -197,7 +197,7 @@ class _Introduction:
                 if self._storages.of(write.target) is None:
                     unplaced.setdefault(write.name, why)
         for each in writes:
-            if each.box is not None and (why := self._why_no_move(each)):
+            if each.box is not None and (why := self._why_no_move(each.box, each.write.target.device)):
                 left.setdefault(each.name, why)
                 unplaced.setdefault(each.name, why)
         for earlier, later in _overlapping(writes):
@@ -212,13 +212,11 @@ class _Introduction:
             elif not each.name:
                 self._own_load = "its load writes what it computes in addition to the tensors"
 
-    def _why_no_move(self, each: _Writing) -> str:
-        assert each.box is not None
-        if any(not (step and other) for _, step, other in each.box.dims):
+    def _why_no_move(self, box: Box, device: torch.device) -> str:
+        if any(not (step and other) for _, step, other in box.dims):
             return "has elements that are each written to several places"
-        if each.box.packed().run_count > MOST_RUNS:
+        if box.packed().run_count > MOST_RUNS:
             return "is copied in too many runs"
-        device = each.write.target.device
         return f"is kept on {device}, not on {self._device}" if device != self._device else ""
 
     # ------------------------------------------------------------------------------------------------ what is proven

@@ -32,7 +32,6 @@ from verl_sync_plugin.engine.introduce import (
     views_of,
 )
 from verl_sync_plugin.engine.model import EngineModel, FusedPairs, partner_of
-from verl_sync_plugin.engine.recorder import model_tensors
 from verl_sync_plugin.layout.load_map import (
     LoadMap,
     Move,
@@ -161,7 +160,7 @@ class ModelLoad:
     # --------------------------------------------------------------------------------------------------- the tables
     def _compile(self) -> None:
         self._compiled, self._live = True, None
-        self._copier = Copier(self.device, [tensor for _, tensor in model_tensors(self._model.module)])
+        self._copier = Copier(self.device, self._storages.flats)
         parts = read_parts(self.map, self._tensors.owners)
         self._hashed = [self._names[number] for number, _ in parts]  # the tensor of each sum
         self._whole = {number: part for part, (number, box) in enumerate(parts) if box is None}

@@ -211,8 +211,6 @@ def spans_of(found: Sequence[np.ndarray]) -> Spans:
 
 def without(one: Spans, other: Spans) -> Spans:
     """``one`` minus ``other``."""
-    if not len(one) or not len(other):
-        return one
     edges = np.unique(np.concatenate((one, other)))
     keep = (_times_within(one, edges) > 0) & (_times_within(other, edges) == 0)
     return spans_of([np.stack((edges[:-1][keep], edges[1:][keep]), 1)])
@@ -302,9 +300,7 @@ def unwritten(found: LoadMap) -> list[tuple[StateTensor, int, int]]:
     written: list[list[np.ndarray]] = [[] for _ in found.storages]
     for move in found.moves:
         written[move.storage].append(box_spans(move.box, False, size_of(move.dtype)))
-    for constant in found.constants:
-        written[constant.storage].append(np.array(constant.spans))
-    for number, spans in found.own_writes:
+    for number, spans in (*found.own_writes, *((each.storage, each.spans) for each in found.constants)):
         written[number].append(np.array(spans))
     missing = []
     for storage, parts in zip(found.storages, written, strict=True):
