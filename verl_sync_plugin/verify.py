@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -22,21 +21,19 @@ import torch
 from verl_sync_plugin.config.settings import KEY_PREFIX, TURN_OFF, SyncConfig
 from verl_sync_plugin.errors import SyncError
 from verl_sync_plugin.layout.load_map import (
-    ROUNDED,
     UNEVEN,
     HashedPart,
     LoadMap,
     StateTensor,
+    Tensors,
     held_parts,
-    owners_of,
     read_parts,
-    size_of,
     unused,
     unwritten,
     weigh,
     wire_dtypes,
 )
-from verl_sync_plugin.layout.tensors import SCALE, Plan, numbers_of
+from verl_sync_plugin.layout.tensors import SCALE, Plan
 from verl_sync_plugin.log import by_reason, say, some
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed
@@ -71,6 +68,7 @@ class Comparison:
         self._maps: dict[str, LoadMap] = {}  # by digest
         self._said = set[str]()
         self.map: LoadMap | None = None
+        self._digest = ""  # of it
         self.compared: tuple[int, ...] = ()
         self.left_out: dict[str, str] = {}
         self.tensor_count, self.unwritten = 0, list[tuple[StateTensor, int, int]]()
@@ -82,7 +80,7 @@ class Comparison:
 
     def note(self, found: LoadMap) -> None:
         """Keeps what this rank's engine rank says."""
-        self.map, self._known = found, ""
+        self.map, self._digest, self._known = found, found.digest, ""
 
     def learn(self, plan: Plan) -> dict[str, str]:
         """Collective: exchanges the maps, and raises SyncError, with the same text on every rank, for a plan of which
@@ -91,7 +89,7 @@ class Comparison:
         self._known = ""
         digests = self._exchange()
         maps = [self._maps[digest] for digest in digests if digest]
-        tensors = _Tensors(plan)
+        tensors = Tensors([bucket.entries for bucket in plan.buckets])
         if blocks := {tensors.names[number]: (rows, columns) for each in maps for number, rows, columns in each.fp8}:
             self.blocks |= blocks
             return {}
@@ -102,25 +100,20 @@ class Comparison:
 
     def _exchange(self) -> list[str]:
         """The digest of every rank's map, if it has one; takes in the maps, of equal ones only one."""
-        digest = self.map.digest if self.map is not None else ""
-        digests: list[str] = self._agreement.gather("exchanging what the engine does", digest)
+        digests: list[str] = self._agreement.gather("exchanging what the engine does", self._digest)
         if not all(each in self._maps for each in digests if each):
-            mine = digest and digests.index(digest) == self._agreement.ranks.rank
-            mine_packed = msgspec.msgpack.encode(self.map) if mine else b""
-            packed = self._agreement.gather("exchanging the engine's load maps", mine_packed)
-            self._maps = {
-                each: msgspec.msgpack.decode(found, type=LoadMap)
-                for each, found in zip(digests, packed, strict=True)
-                if found
-            }
+            mine = self._digest and digests.index(self._digest) == self._agreement.ranks.rank
+            packed = msgspec.msgpack.encode(self.map) if mine else b""
+            everyone = zip(digests, self._agreement.gather("exchanging the engine's load maps", packed), strict=True)
+            self._maps = {each: msgspec.msgpack.decode(found, type=LoadMap) for each, found in everyone if found}
         return digests
 
-    def _refuse(self, tensors: _Tensors, digests: Sequence[str]) -> None:
+    def _refuse(self, tensors: Tensors, digests: Sequence[str]) -> None:
         """Raises ValueError or RuntimeError where this rank's engine leaves out a tensor or a parameter."""
         if not self._ranks:
             return
         names, maps = tensors.names, [self._maps[digests[rank]] for rank in self._ranks]
-        if found := unused(tensors.entries, tensors.owners, maps):
+        if found := unused({name: tensors.entries[name] for name in names}, tensors.owners, maps):
             shown = some([f"{names[number]} ({lacks} of {of} bytes)" for number, lacks, of in found])
             if all(names[number].endswith(SCALE) for number, *_ in found):
                 raise ValueError(
@@ -158,24 +151,25 @@ class Comparison:
         if missing:
             self._say(f"{text}; the engine keeps what it loaded at its start")
 
-    def _weigh(self, plan: Plan, tensors: _Tensors, digests: list[str]) -> None:
+    def _weigh(self, plan: Plan, tensors: Tensors, digests: list[str]) -> None:
         """Weighs every part that this rank's engine rank hashes."""
         self._names, self._times_sent = tensors.names, times_sent(plan, len(self._agreement.ranks.trainers))
         many = Counter(digest for digest in digests if digest)
-        own = self.map.digest if self.map is not None else ""
         maps = {digest: self._maps[digest] for digest in many}
-        read = {digest: read_parts(found, tensors.owners) for digest, found in maps.items()}
-        held: dict[str, list[HashedPart]] = {
-            digest: [(owner, move.box) for owner, move in held_parts(found, tensors.dtypes, tensors.owners)]
-            for digest, found in maps.items()
-        }
-        self._read = _Weights(tensors, read, many, own)
-        self._held = _Weights(tensors, held, many, own)
-        self.left_out = _left_out(tensors, list(maps.values()))
+        read, held = dict[str, list[HashedPart]](), dict[str, list[HashedPart]]()
+        self.left_out = {}
+        for digest, found in maps.items():
+            read[digest] = read_parts(found, tensors.owners)
+            held[digest] = [(tensors.owners[move.tensor], move.box) for move in held_parts(found, tensors.dtypes)]
+            self.left_out |= {tensors.names[number]: why for number, why in found.not_held(tensors.dtypes).items()}
+            if found.derives:
+                self.left_out[DERIVED] = "is computed"
+        self._read = _Weights(tensors, read, many, self._digest)
+        self._held = _Weights(tensors, held, many, self._digest)
         uneven = torch.minimum(self._read.times, self._held.times).lt(0).nonzero().flatten().tolist()
         self.left_out.update((tensors.names[number], UNEVEN) for number in uneven)
-        found = (self._held.times > 0).nonzero().flatten().tolist()
-        self.compared = tuple(number for number in found if tensors.names[number] not in self.left_out)
+        placed = (self._held.times > 0).nonzero().flatten().tolist()
+        self.compared = tuple(number for number in placed if tensors.names[number] not in self.left_out)
         if not self.compared and self._config.verify not in ("first", "never"):
             name, why = next(iter(self.left_out.items()), ("nothing was sent", "nothing to compare"))
             raise ValueError(
@@ -201,12 +195,10 @@ class Comparison:
         """This rank's share of ``compare``: int64 of shape ``(2, tensors)``, hashes of what was packed here and of what
         this rank's engine rank (``committed``: ``None`` where there is none) read; where it is compared (``verified``)
         a third row, of what it holds. Raises ValueError where it hashed another number of parts than its map has."""
-        rows = [sent, torch.zeros_like(sent), torch.zeros_like(sent)]
-        if committed is not None:
-            rows[1] = self._read.sum(committed.sums)
-            if verified and committed.held is not None:
-                rows[2] = self._held.sum(committed.held.sums)
-        return torch.stack(rows if verified else rows[:2])
+        nothing, hashed = torch.zeros_like(sent), committed.held if committed is not None else None
+        read = nothing if committed is None else self._read.sum(committed.sums)
+        held = nothing if hashed is None else self._held.sum(hashed.sums)
+        return torch.stack([sent, read, held] if verified else [sent, read])
 
     def compare(self, weighed: torch.Tensor) -> None:
         """Collective: compares what was packed with what was read and, of a verified sync, with what is held, from the
@@ -232,22 +224,6 @@ class Comparison:
         return [self._names[number] for number in wrong.nonzero().flatten().tolist()]
 
 
-class _Tensors:
-    """The tensors of a plan, by number."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.buckets = [bucket.entries for bucket in plan.buckets]
-        by_name = {entry.name: entry for entries in self.buckets for entry in entries}
-        self.entries = {name: by_name[name] for name in numbers_of(self.buckets)}
-        self.names = list(self.entries)
-        self.dtypes = [entry.dtype for entry in self.entries.values()]
-        self.numels = [entry.nbytes // size_of(entry.dtype) for entry in self.entries.values()]
-
-    @cached_property
-    def owners(self) -> dict[int, int]:
-        return owners_of(self.buckets)
-
-
 class _Weights:
     """Puts the hashes of all parts together.
 
@@ -258,16 +234,15 @@ class _Weights:
         own: the map of this rank's engine rank.
 
     Attributes:
-        times: how often each tensor counts in the end: int64 of shape ``(tensors,)``, 0 or -1 where it cannot be
+        times: how often each tensor counts in the end: int64 of shape ``(tensors,)``; not positive where it cannot be
             compared.
     """
 
-    def __init__(self, tensors: _Tensors, parts: dict[str, list[HashedPart]], many: Counter[str], own: str) -> None:
+    def __init__(self, tensors: Tensors, parts: dict[str, list[HashedPart]], many: Counter[str], own: str) -> None:
         replicas = math.gcd(*many.values())  # as many as each map has at least
         everyone = [digest for digest in parts for _ in range(many[digest] // replicas)]
         times, factors = weigh(tensors.numels, [parts[digest] for digest in everyone])
-        found = torch.tensor(times, dtype=torch.int64)
-        self.times = torch.where(found > 0, found * replicas, found)
+        self.times = torch.tensor(times, dtype=torch.int64) * replicas
         self._tensors = np.array([number for number, _ in parts[own]] if own else (), dtype=np.int64)
         self._factors = np.array(factors[everyone.index(own)] if own else (), dtype=np.int64)
 
@@ -292,17 +267,6 @@ def times_sent(plan: Plan, world: int) -> torch.Tensor:
     tensor out, and every rank where each holds it whole."""
     times = {entry.name: world // bucket.world for bucket in plan.buckets for entry in bucket.entries}
     return torch.tensor([times[name] for name in sorted(times)], dtype=torch.int64)
-
-
-def _left_out(tensors: _Tensors, maps: list[LoadMap]) -> dict[str, str]:
-    names, found = tensors.names, dict[str, str]()
-    for each in maps:
-        found.update((names[number], why) for number, why in each.unplaced)
-        narrow = {m.tensor for m in each.moves if size_of(m.dtype) < size_of(tensors.dtypes[m.tensor])}
-        found.update((names[number], ROUNDED) for number in narrow)
-        if each.derives:
-            found[DERIVED] = "is computed"
-    return found
 
 
 def _elements(missing: Sequence[tuple[StateTensor, int, int]]) -> str:

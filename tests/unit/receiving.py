@@ -124,7 +124,7 @@ class Sender:
         comparison = comparison_of(load.map, self.plan, refuses=False, verify="never")
         sent = torch.stack([packer.sums() for packer in self._packers]).sum(0)
         comparison.compare(comparison.weighed(sent, Committed(sums=load.sums(), held=load.held()), True))
-        names = list(numbers_of(load.manifest.buckets))
+        names = list(numbers_of(bucket.entries for bucket in load.manifest.buckets))
         return {names[number] for number in comparison.compared}
 
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
-from verl_sync_plugin.copies.plain import Block, Memory, copy_runs, flat_storage, hash_block, runs
+from verl_sync_plugin.copies.plain import Block, Memory, copy_runs, hash_block, runs
 from verl_sync_plugin.copies.table import EXPONENTS, KernelTable, kernel_works
 
 
@@ -47,30 +46,11 @@ class BucketMemory(Memory):
         return slot.narrow(0, start, nbytes)
 
 
-class Prepared(Protocol):
-    """Blocks made ready once and run every sync."""
-
-    def run(
-        self, memory: Memory, sums: torch.Tensor, copy: bool = True, flags: torch.Tensor | None = None, target: int = 0
-    ) -> None:
-        """Copies from ``memory``; may return early.
-
-        Args:
-            memory: where sources lie.
-            sums: int64 of shape ``(groups,)`` on the device; hashes are added.
-            copy: False only reads and hashes.
-            flags: int64 of shape ``(groups,)`` on the device; those with a NaN or Inf become other than 0. ``None``
-                does not look.
-            target: the address from which the targets of blocks count.
-        """
-
-
 class Targets:
-    """Finds the memory at an absolute address among known tensors."""
+    """Finds the memory at an absolute address among flat storages."""
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
-        self._flats = sorted((flat_storage(tensor) for tensor in storages.values()), key=torch.Tensor.data_ptr)
+    def __init__(self, flats: Iterable[torch.Tensor]) -> None:
+        self._flats = sorted(flats, key=torch.Tensor.data_ptr)
         self._starts = [flat.data_ptr() for flat in self._flats]
 
     def find(self, address: int) -> tuple[torch.Tensor, int]:
@@ -79,13 +59,40 @@ class Targets:
         return self._flats[index], address - self._starts[index]
 
 
-class Copier:
-    """Makes blocks ready for one device.
+class _PlainTable:
+    """Does the same as ``KernelTable``, block by block."""
 
-    Args:
-        device: where sources and targets are.
-        targets: the tensors that blocks write to.
-    """
+    def __init__(self, blocks: list[Block], targets: Targets) -> None:
+        self._blocks = blocks
+        self._targets = targets
+
+    def run(
+        self, memory: Memory, sums: torch.Tensor, copy: bool = True, flags: torch.Tensor | None = None, target: int = 0
+    ) -> None:
+        for block in self._blocks:
+            slot, source = memory.at(block.region, block.source)
+            if block.grow == 2:
+                wide = runs(slot, source, 2 * block.width, block.count, block.source_stride).view(torch.float32)
+                slot, source = wide.to(torch.bfloat16).view(torch.uint8).reshape(-1), 0  # close together
+                block = replace(block, source_stride=block.width, grow=1)
+            if copy:
+                flat, start = self._targets.find(target + block.target)
+                copy_runs(slot, source, flat, start, block)
+            sums[block.group] += hash_block(slot, source, block)
+            if flags is not None and block.dtype in EXPONENTS:  # there is no norm of 8-bit floats
+                dtype = getattr(torch, block.dtype)
+                found = runs(slot, source, block.width, block.count, block.source_stride).view(dtype)
+                at_least = torch.float32 if dtype.itemsize < 4 else None
+                largest = torch.linalg.vector_norm(found, float("inf"), dtype=at_least)  # NaN stays NaN
+                flags[block.group] += ~largest.isfinite()
+
+
+Prepared = KernelTable | _PlainTable  # blocks made ready once and run every sync
+
+
+class Copier:
+    """Makes blocks ready for ``device``, where their sources are, and ``targets``: the storages that they write to,
+    each as uint8 of shape ``(n,)``."""
 
     def __init__(self, device: torch.device, targets: Sequence[torch.Tensor]) -> None:
         self.device = device
@@ -97,34 +104,3 @@ class Copier:
         if self.kernel:
             return KernelTable(blocks, self.device, homes)
         return _PlainTable(blocks, self._targets)
-
-
-class _PlainTable:
-    def __init__(self, blocks: list[Block], targets: Targets) -> None:
-        self._blocks = blocks
-        self._targets = targets
-
-    def run(
-        self, memory: Memory, sums: torch.Tensor, copy: bool = True, flags: torch.Tensor | None = None, target: int = 0
-    ) -> None:
-        for block in self._blocks:
-            slot, source = memory.at(block.region, block.source)
-            if block.grow == 2:
-                slot, source, block = _cast(slot, source, block)
-            if copy:
-                flat, start = self._targets.find(target + block.target)
-                copy_runs(slot, source, flat, start, block)
-            sums[block.group] += hash_block(slot, source, block)
-            if flags is not None and block.dtype in EXPONENTS:  # there is no norm of 8-bit floats
-                dtype = getattr(torch, block.dtype)
-                found = runs(slot, source, block.width, block.count, block.source_stride).view(dtype)
-                wide = torch.float32 if dtype.itemsize < 4 else None
-                largest = torch.linalg.vector_norm(found, float("inf"), dtype=wide)  # NaN stays NaN
-                flags[block.group] += ~largest.isfinite()
-
-
-def _cast(slot: torch.Tensor, source: int, block: Block) -> tuple[torch.Tensor, int, Block]:
-    """The kernel's cast: the block's bytes cast from fp32 to bf16, close together."""
-    wide = runs(slot, source, 2 * block.width, block.count, block.source_stride).view(torch.float32)
-    flat = wide.to(torch.bfloat16).view(torch.uint8).reshape(-1)
-    return flat, 0, replace(block, source_stride=block.width, grow=1)

@@ -29,15 +29,17 @@ class Found:
     """The places of the runs of some bases; an offloaded one comes back elsewhere.
 
     Attributes:
-        kinds: how each base's run is read.
-        places: for each base, the address of its run and its dtype; 0 where there is no ``run``. Another list when any
-            of this changes.
+        bases: those given, each once.
+        kinds: how each base's run is read. Another object only where one is read in another way.
+        places: for each base, the address of its run and its dtype; 0 where there is no ``run``.
+        addresses: of these.
     """
 
     def __init__(self, bases: Sequence[int], device: torch.device) -> None:
-        self.bases = tuple(bases)
+        self.bases = tuple(dict.fromkeys(bases))
         self.kinds: dict[int, int] = {}
         self.places: list[tuple[int, torch.dtype]] = []
+        self.addresses: list[int] = []
         self._device = device
 
     def locate(self, shards: Sequence[Shard]) -> bool:
@@ -48,8 +50,9 @@ class Found:
         ]
         if places == self.places:
             return False
-        self.places = places
-        self.kinds = {base: self._kind(shards[base]) for base in self.bases}
+        self.places, self.addresses = places, [address for address, _ in places]
+        if (kinds := {base: self._kind(shards[base]) for base in self.bases}) != self.kinds:
+            self.kinds = kinds
         return True
 
     def _kind(self, shard: Shard) -> int:
@@ -77,20 +80,14 @@ class PackTable:
 
     def __init__(self, packer: Packer, buckets: Sequence[Bucket], found: Found | None = None) -> None:
         self._packer, self._buckets, self._read_alone = packer, buckets, found is None
-        bases = dict.fromkeys(base for bucket in buckets for base in bucket.bases)
-        self.found = found or Found(tuple(bases), packer.copier.device)
-        self._places: list[tuple[int, torch.dtype]] | None = None
+        self.found = found or Found([base for bucket in buckets for base in bucket.bases], packer.copier.device)
         self._kinds: dict[int, int] | None = None
         self._table: Prepared | None = None
         self.alone: list[Slice] = []
 
     def refresh(self) -> None:
         """After ``found`` has looked. A shard that moved costs new addresses only, one of another kind a table."""
-        if self._places is self.found.places:
-            return
-        self._places = self.found.places
-        self._sources = [address for address, _ in self._places]
-        if self.found.kinds != self._kinds:
+        if self._kinds is not self.found.kinds:
             self._kinds = self.found.kinds
             self.alone = [part for bucket in self._buckets for part in bucket.slices if self._alone(part)]
             blocks = [block for bucket in self._buckets for block in self._blocks(bucket)]
@@ -101,10 +98,10 @@ class PackTable:
 
     def run(self, sums: torch.Tensor, flags: torch.Tensor, slot: torch.Tensor | None = None, origin: int = 0) -> None:
         """Starts the copies into a slot, which begins with byte ``origin`` of the bucket, or only reads. ``sums`` and
-        ``flags``: see ``Prepared.run``."""
+        ``flags``: see ``KernelTable.run``."""
         assert self._table is not None, "refresh() comes first"
         start, flats = (0, []) if slot is None else (slot.data_ptr() - origin, [slot])
-        memory = Memory(self._packer.copier.device, [start, *self._sources], flats)
+        memory = Memory(self._packer.copier.device, [start, *self.found.addresses], flats)
         self._table.run(memory, sums, slot is not None and self._packer.copier.kernel, flags, start)
 
     def _blocks(self, bucket: Bucket) -> Iterator[Block]:
@@ -166,13 +163,8 @@ class Packer:
         self._flags.zero_()
 
     def pack(self, index: int, memory: torch.Tensor, shards: list[Shard]) -> None:
-        """Copies this rank's runs into its segment, cast to the wire dtype; copies may still run when it returns.
-
-        Args:
-            index: number of the bucket.
-            memory: its slot.
-            shards: all shards of this rank, by base index.
-        """
+        """Copies this rank's runs of bucket number ``index`` into its segment of a slot (``memory``), cast to the wire
+        dtype; copies may still run when it returns. ``shards``: all of this rank, by base index."""
         bucket = self.plan.buckets[index]
         origin = self.plan.origin(bucket, self.rank)
         segment = memory.narrow(0, segment_of(bucket, self.rank) * bucket.stride - origin, bucket.stride)
@@ -186,15 +178,11 @@ class Packer:
 
     def hash_parameters(self, shards: list[Shard], found: Found) -> None:
         """Hashes and checks everything where it lies, for engine ranks that read it there; may return early.
-
-        Args:
-            shards: all shards of this rank, by base index; none that ``LiveParameters`` refuses.
-            found: where they are.
-        """
+        ``shards``: all of this rank, by base index, none of which ``LiveParameters`` refuses, and their places."""
         if not self.copier.kernel:
-            for index, bucket in enumerate(self.plan.buckets):
-                nbytes = bucket.stride if self.plan.sharded else bucket.nbytes
-                self.pack(index, torch.empty(nbytes, dtype=torch.uint8, device=self.copier.device), shards)
+            slot = torch.empty(self.plan.slot_bytes, dtype=torch.uint8, device=self.copier.device)
+            for index in range(len(self.plan.buckets)):
+                self.pack(index, slot, shards)
             return
         if self._whole is None or self._whole.found is not found:
             self._whole = PackTable(self, self.plan.buckets, found)
@@ -226,7 +214,7 @@ def pack_slices(segment: torch.Tensor, parts: Sequence[Slice], shards: list[Shar
     """Copies slices of shards into a segment (uint8), cast and merged on the way.
 
     Args:
-        segment: begins at a multiple of 16 bytes of its storage.
+        segment: begins at a multiple of 16 bytes of its storage; its length is one, too.
         parts: which; of what another rank owns nothing is copied.
         shards: all shards of this rank, by base index.
     """
@@ -243,8 +231,7 @@ def pack_slices(segment: torch.Tensor, parts: Sequence[Slice], shards: list[Shar
             continue
         target = typed.get(base.dtype)
         if target is None:
-            whole = segment.narrow(0, 0, segment.numel() // base.itemsize * base.itemsize)
-            target = typed[base.dtype] = whole.view(getattr(torch, base.dtype))
+            target = typed[base.dtype] = segment.view(getattr(torch, base.dtype))
         _pack_run(target, part.offset // base.itemsize, run, part.begin, count, shard.merge)
 
 

@@ -39,8 +39,6 @@ class Block:
         group: number of the sum that the block's hash goes into.
         grow: bytes read per byte written: 2 casts fp32 to bf16; ``width`` then counts what is written.
         dtype: of the elements written, where NaN and Inf are to be looked for; else empty.
-        tensor: number of the tensor in fp8 that this is a part of; -1 of others.
-        place, place_stride: where the first run is in that tensor, and how far runs are apart there.
     """
 
     source: int
@@ -55,9 +53,6 @@ class Block:
     group: int = 0
     grow: int = 1
     dtype: str = ""
-    tensor: int = -1
-    place: int = 0
-    place_stride: int = 0
 
 
 class Memory:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -81,16 +80,6 @@ def alternating(homes: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
     return np.lexsort((homes, place))
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """The arguments of a launch that all its blocks share."""
-
-    lane: int
-    tall: bool
-    cast: bool
-    dtype: str
-
-
 class _Pointers:
     """Addresses from which blocks count, on the device; sent there again only when one is another."""
 
@@ -117,41 +106,49 @@ class KernelTable:
     """
 
     def __init__(self, blocks: Iterable[Block], device: torch.device, homes: Sequence[int] = ()) -> None:
-        kinds: dict[_Kind, list[Block]] = {}
+        kinds: dict[tuple[int, bool, bool, str], list[Block]] = {}  # the arguments of a launch
         for block in blocks:
             if block.count and block.width:
                 tall = block.count > 1 and block.width <= ROW_BYTES
-                kinds.setdefault(_Kind(_lane(block), tall, block.grow == 2, block.dtype), []).append(block)
-        self._device = device
-        self._homes = np.array(homes)
+                kinds.setdefault((_lane(block), tall, block.grow == 2, block.dtype), []).append(block)
         self._pointers = _Pointers(device)
-        self._unused = torch.zeros(1, dtype=torch.int64, device=device)
-        self._parts = [(kind, self._upload(_rows(alike, kind.tall), kind)) for kind, alike in kinds.items()]
-
-    def _upload(self, rows: np.ndarray, kind: _Kind) -> list[torch.Tensor]:
-        if len(self._homes):
-            rows = rows[alternating(self._homes[rows[:, 6]], rows[:, 8])]
-        wide, narrow = rows[:, :6].copy(), rows[:, 6:].astype(np.int32)
-        wide[:, 3] //= kind.lane * (2 if kind.cast else 1)
-        wide[:, 4:] //= kind.lane
-        narrow[:, 2:] //= kind.lane
-        return [torch.from_numpy(np.ascontiguousarray(part.T)).to(self._device) for part in (wide, narrow)]
+        self._parts = []
+        for kind, alike in kinds.items():
+            lane, tall, cast, _ = kind
+            rows = _rows(alike, tall)
+            if len(homes):
+                rows = rows[alternating(np.array(homes)[rows[:, 6]], rows[:, 8])]
+            wide, narrow = rows[:, :6].copy(), rows[:, 6:].astype(np.int32)
+            wide[:, 3] //= lane * (2 if cast else 1)
+            wide[:, 4:] //= lane
+            narrow[:, 2:] //= lane
+            parts = [torch.from_numpy(np.ascontiguousarray(part.T)).to(device) for part in (wide, narrow)]
+            self._parts.append((kind, parts))
 
     def run(
         self, memory: Memory, sums: torch.Tensor, copy: bool = True, flags: torch.Tensor | None = None, target: int = 0
     ) -> None:
-        """Starts the copies on the current stream, and returns at once; see ``copier.Prepared``."""
+        """Starts the copies from ``memory`` on the current stream, and returns at once.
+
+        Args:
+            memory: where sources lie.
+            sums: int64 of shape ``(groups,)`` on the device; hashes are added.
+            copy: False only reads and hashes.
+            flags: int64 of shape ``(groups,)`` on the device; those with a NaN or Inf become other than 0. ``None``
+                does not look.
+            target: the address from which the targets of blocks count.
+        """
         from verl_sync_plugin.copies import kernel
 
         bases = self._pointers.sent(target, memory.starts)
-        for kind, (wide, narrow) in self._parts:
-            exponent, lowest = EXPONENTS.get(kind.dtype, (0, 0)) if flags is not None else (0, 0)
+        for (lane, tall, cast, dtype), (wide, narrow) in self._parts:
+            exponent, lowest = EXPONENTS.get(dtype, (0, 0)) if flags is not None else (0, 0)
             block, warps = (kernel.BLOCK, kernel.WARPS) if copy else (kernel.READ_BLOCK, kernel.READ_WARPS)
-            if kind.cast and kind.lane == 8:
+            if cast and lane == 8:
                 block, warps = kernel.CAST_BLOCK, kernel.WARPS
             kernel.move_rows[(wide.shape[1],)](
-                wide, narrow, wide.shape[1], bases, sums, self._unused if flags is None else flags,
-                kind.lane, kind.cast, kind.tall, copy, exponent, lowest, block, num_warps=warps,
+                wide, narrow, wide.shape[1], bases, sums, sums if flags is None else flags,
+                lane, cast, tall, copy, exponent, lowest, block, num_warps=warps,
             )  # fmt: skip
 
 

@@ -2,9 +2,9 @@
 """Finds out what a model's own load does with the tensors of a sync: the engine rank's ``LoadMap``.
 
 One dry load (``recorder.py``) proposes it. A load of marks proves it: the model's own ``load_weights`` is given random
-numbers in place of weights, and what then lies where a tensor is said to go must be the marks that were given, compared
-by hash. Unlike weights, marks are never alike (norms are all ones, biases all zeros), so nothing that is mixed up looks
-right. Where the load does more than copy, the model loads everything itself.
+numbers in place of weights, and what then lies where a tensor is said to go must be the marks that were given. Unlike
+weights, marks are never alike (norms are all ones, biases all zeros), so nothing that is mixed up looks right. Where
+the load does more than copy, the model loads everything itself.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from verl_sync_plugin.config.settings import TURN_OFF
-from verl_sync_plugin.copies.copier import Copier, Memory, Prepared
-from verl_sync_plugin.copies.plain import Block, flat_storage
+from verl_sync_plugin.copies.plain import flat_storage
 from verl_sync_plugin.engine.model import EngineModel, partner_of
 from verl_sync_plugin.engine.recorder import Recording, Write, meta_of, model_tensors, record, storage_of
 from verl_sync_plugin.layout.load_map import (
@@ -32,6 +31,7 @@ from verl_sync_plugin.layout.load_map import (
     Spans,
     StateTensor,
     Storage,
+    Tensors,
     box_of,
     box_spans,
     length,
@@ -41,17 +41,16 @@ from verl_sync_plugin.layout.load_map import (
     spans_of,
     without,
 )
-from verl_sync_plugin.layout.strided import Run, compose
 from verl_sync_plugin.layout.tensors import SCALE, Entry, align, dtype_name
 
 CHUNK_BYTES = 256 << 20  # of marks given to the model in one call; bounds the memory that they take
 SEED = 20_251
 POISON = 0xA5  # every byte, before the load of marks, of what it is to write and no tensor holds
 FP8 = torch.float8_e4m3fn
-FINITE = -0x4001  # clears the highest bit of every exponent, in bf16, fp16 and the upper half of fp32
+# Clears the highest bit of every exponent, in bf16, fp16 and the upper half of fp32: no NaN or Inf of 16 or 32 bits
+FINITE = -0x4001
 MOST_RUNS = 1 << 14  # of one copy
 SHORT_RUN = 32  # bytes; what lies in shorter ones is brought into the tensor's order before it is hashed
-WHOLE = Run(0, 0, 1 << 62)  # all of a tensor
 
 
 class Storages:
@@ -110,14 +109,11 @@ class Places:
                 owned[key] = first
 
 
-def introduce(
-    model: EngineModel, sources: Sequence[Entry], owners: Mapping[str, str], device: torch.device
-) -> tuple[LoadMap, Storages]:
+def introduce(model: EngineModel, tensors: Tensors, device: torch.device) -> tuple[LoadMap, Storages]:
     """Returns the map of an engine rank's model on ``device``, and its storages. Overwrites parameters with marks, so a
-    sync has to follow. ``sources``: all tensors of the sync, in the order in which they come; ``owners``: of tied
-    tensors, which hold the same: whose. Raises ValueError where the load cannot be recorded, RuntimeError where there
+    sync of these tensors has to follow. Raises ValueError where the load cannot be recorded, RuntimeError where there
     is no device memory for marks, and whatever the model raises when it loads them."""
-    introduction = _Introduction(model, sources, owners, device)
+    introduction = _Introduction(model, tensors, device)
     try:
         return introduction.run()
     except torch.OutOfMemoryError as error:
@@ -145,14 +141,12 @@ def kept_in_fp8(model: EngineModel, sources: Sequence[Entry]) -> tuple[str, ...]
 
 
 class _Introduction:
-    def __init__(
-        self, model: EngineModel, sources: Sequence[Entry], owners: Mapping[str, str], device: torch.device
-    ) -> None:
-        self._model, self._sources, self._owners, self._device = model, sources, owners, device
+    def __init__(self, model: EngineModel, tensors: Tensors, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._names, self._numbers, self._entries = tensors.names, tensors.numbers, tensors.entries
+        self._owners = {name: tensors.names[tensors.owners[number]] for name, number in tensors.numbers.items()}
         # Also keeps them alive: else what a load allocates takes the identity of what it replaces
         self.places = Places(model.module)
-        self._by_number = sorted(sources, key=lambda source: source.name)
-        self._numbers = {source.name: number for number, source in enumerate(self._by_number)}
         self._moves: list[Move] = []
         self._constants: list[Constant] = []
         self._own_load = ""
@@ -164,7 +158,7 @@ class _Introduction:
         model = self._model
         before, storages = _lies(model.module), {name: storage_of(each) for name, each in model_tensors(model.module)}
         refreshed = {storage_of(copy): storage_of(weight) for weight, copy in model.refreshed}
-        recording = record(model, self._sources)
+        recording = record(model, list(self._entries.values()))
         known = [w for w in recording.writes if w.name or w.source is not None or storage_of(w.target) not in refreshed]
         recording.writes = known
         moved = {name for name, _ in before ^ _lies(model.module)}
@@ -203,7 +197,7 @@ class _Introduction:
                 if self._storages.of(write.target) is None:
                     unplaced.setdefault(write.name, why)
         for each in writes:
-            if each.box is not None and (why := self._why_no_move(each)):
+            if each.box is not None and (why := self._why_no_move(each.box, each.write.target.device)):
                 left.setdefault(each.name, why)
                 unplaced.setdefault(each.name, why)
         for earlier, later in _overlapping(writes):
@@ -218,29 +212,25 @@ class _Introduction:
             elif not each.name:
                 self._own_load = "its load writes what it computes in addition to the tensors"
 
-    def _why_no_move(self, each: _Writing) -> str:
-        assert each.box is not None
-        if any(not (step and other) for _, step, other in each.box.dims):
+    def _why_no_move(self, box: Box, device: torch.device) -> str:
+        if any(not (step and other) for _, step, other in box.dims):
             return "has elements that are each written to several places"
-        if each.box.packed().run_count > MOST_RUNS:
+        if box.packed().run_count > MOST_RUNS:
             return "is copied in too many runs"
-        device = each.write.target.device
         return f"is kept on {device}, not on {self._device}" if device != self._device else ""
 
     # ------------------------------------------------------------------------------------------------ what is proven
     def _prove(self, moved: set[str]) -> None:
         """Has the model load marks. Raises ValueError where it does not do what was recorded."""
         model, flats = self._model, self._storages.flats
-        lies, given = _lies(model.module), _Hashes(self._moves, self._by_number, self._device)
+        lies = _lies(model.module)
         left = {"", *self._not_copied}
         unproven = [(w.storage, w.rest) for w in self._writes if not w.dead and w.name in left]
         for storage, spans in unproven:
             for first, end in spans.tolist():
                 flats[storage][first:end].fill_(POISON)
-        for number, chunk in enumerate(_chunks(self._sources, self._owners, model)):
-            marks = _marks(chunk, self._owners, torch.Generator(self._device).manual_seed(SEED + number))
-            given.note(marks)
-            model.load_weights(iter([(mark.name, mark.tensor) for mark in marks]))
+        for marks in self._marks():
+            model.load_weights(iter(marks))
             del marks  # or two chunks would be there at a time
         if more := {name for name, _ in lies ^ _lies(model.module)} - moved:
             raise self._other(f"lays {min(more)} out again with real tensors, and did not without them")
@@ -250,15 +240,41 @@ class _Introduction:
             if len(spans) and all(part.amin() == part.amax() == POISON for part in parts):
                 name = self._storages.table[storage].name
                 raise self._other(f"does not write {name} with real tensors, and did without them")
-        wrong = {self._by_number[move.tensor].name for move in given.wrong(flats)}
+        wrong = self._misplaced()
         for name in sorted(wrong - self._not_copied.keys()):
             raise self._other(f"puts {name} elsewhere with real tensors than without them")
         self._unplaced.update((name, self._not_copied[name]) for name in wrong)
-        self._moves = [move for move in self._moves if self._by_number[move.tensor].name not in self._unplaced]
+        self._moves = [move for move in self._moves if self._names[move.tensor] not in self._unplaced]
         lasting = [each for each in self._constants if _holds(each, flats[each.storage])]
         if len(lasting) < len(self._constants):
             self._own_load = "a constant next to its weights changes with what is loaded"
         self._constants = lasting
+
+    def _marks(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Chunks of marks, the same at every call: a model may write into what it is given."""
+        for number, chunk in enumerate(_chunks(self._entries, self._owners, self._model)):
+            yield _marks(chunk, self._owners, torch.Generator(self._device).manual_seed(SEED + number))
+
+    def _misplaced(self) -> set[str]:
+        """The tensors of which some mark is not where a move puts it."""
+        moves: dict[str, list[Move]] = {}
+        for move in self._moves:
+            moves.setdefault(self._names[move.tensor], []).append(move)
+        odd: list[tuple[str, torch.Tensor]] = []
+        for marks in self._marks():
+            odd += [(name, self._differs(mark, move)) for name, mark in marks for move in moves.get(name, ())]
+            del marks
+        return set(flagged(odd))
+
+    def _differs(self, mark: torch.Tensor, move: Move) -> torch.Tensor:
+        """A flag: the model does not hold all elements of a move as the mark has them."""
+        bits = getattr(torch, f"int{8 * size_of(move.dtype)}")
+        given = taken(mark, move.box).to(getattr(torch, move.dtype)).view(bits)
+        lies = in_box(self._storages.flats[move.storage], move.box, move.dtype).view(bits)
+        lies.bitwise_xor_(given)  # in the model's own memory: elsewhere it would take some
+        flag = lies.any()
+        lies.bitwise_xor_(given)
+        return flag
 
     def _other(self, what: str) -> ValueError:
         return ValueError(f"{self._model.engine}'s load of {self._model.name} {what}. To train this model, {TURN_OFF}.")
@@ -283,23 +299,22 @@ class _Introduction:
         return tuple((number, pairs_of(spans_of(parts))) for number, parts in found.items())
 
     def _leftovers(self, recording: Recording) -> tuple[NotCopied, ...]:
-        parts: dict[str, list[np.ndarray]] = {}
-        dtypes: dict[str, str] = {}
-        for each in (each for each in self._writes if each.name in self._not_copied):
-            dtype = dtype_name(each.write.target.dtype)
-            dtypes[each.name] = max(dtype, dtypes.get(each.name, dtype), key=size_of)
-            if each.box is not None and not each.dead:
-                parts.setdefault(each.name, []).append(box_spans(each.box, True))
+        of_name: dict[str, list[_Writing]] = {}
+        for each in self._writes:
+            of_name.setdefault(each.name, []).append(each)
         found = []
-        for name, why in self._not_copied.items():
-            source = self._by_number[self._numbers[name]]
+        for name, why in sorted(self._not_copied.items()):
+            source, writes = self._entries[name], of_name.get(name, [])
             if name in recording.taken:
-                parts[name] = [box_spans(own_box(source.shape, source.strides), True)]
-            own = source.dtype
-            kept = "" if name in recording.computed else max(own, dtypes.get(name, own), key=size_of)
-            kept = kept if "float" in own else own
-            found.append(NotCopied(self._numbers[name], why, kept, pairs_of(spans_of(parts.get(name, ())))))
-        return tuple(sorted(found, key=lambda left: left.tensor))
+                parts = [box_spans(own_box(source.shape, source.strides), True)]
+            else:
+                parts = [box_spans(each.box, True) for each in writes if each.box is not None and not each.dead]
+            dtype = source.dtype
+            if "float" in dtype:
+                kept = max([dtype, *(dtype_name(each.write.target.dtype) for each in writes)], key=size_of)
+                dtype = "" if name in recording.computed else kept
+            found.append(NotCopied(self._numbers[name], why, dtype, pairs_of(spans_of(parts))))
+        return tuple(found)
 
 
 class _Writing:
@@ -358,95 +373,6 @@ def _resolve_overlap(earlier: _Writing, later: _Writing, left: dict[str, str]) -
 
 
 # ----------------------------------------------------------------------------------------------------------- marks
-class _Mark(NamedTuple):
-    """One tensor of marks; ``flat`` is all of its memory: uint8 of shape ``(n,)``."""
-
-    name: str
-    tensor: torch.Tensor
-    flat: torch.Tensor
-
-
-class _Hashes:
-    """The hashes of what every move takes of the marks, in the dtype of the model, counted by the place in the
-    tensor."""
-
-    def __init__(self, moves: Sequence[Move], sources: Sequence[Entry], device: torch.device) -> None:
-        self._moves = list(moves)
-        self._of_name: dict[str, list[tuple[int, Move]]] = {}
-        for number, move in enumerate(moves):
-            self._of_name.setdefault(sources[move.tensor].name, []).append((number, move))
-        self._given = torch.zeros(len(moves), dtype=torch.int64, device=device)
-        self._copier = Copier(device, [])
-
-    def note(self, marks: Sequence[_Mark]) -> None:
-        """Some marks, before the model may write into them."""
-        flats, blocks = list[torch.Tensor](), list[Block]()
-        for mark in marks:
-            bases: dict[str, int] = {}
-            for number, move in self._of_name.get(mark.name, ()):
-                if move.dtype not in bases:
-                    bases[move.dtype] = len(flats)
-                    flats.append(mark.flat.view(mark.tensor.dtype).to(getattr(torch, move.dtype)).view(torch.uint8))
-                for run in move.box.packed().runs(size_of(move.dtype)):
-                    place = run.source, 0, run.source, run.width, run.count, run.source_stride, 0, run.source_stride
-                    blocks.append(Block(*place, region=bases[move.dtype], group=number))
-        self._copier.prepare(blocks).run(memory_of(flats, self._copier.device), self._given, copy=False)
-
-    def wrong(self, flats: Sequence[torch.Tensor]) -> list[Move]:
-        """The moves whose elements are not there."""
-        held = HeldHashes([(move, move.dtype, [WHOLE]) for move in self._moves], self._copier)
-        found, _ = held.sums(flats)
-        return [self._moves[number] for number in (found != self._given).nonzero().flatten().tolist()]
-
-
-class HeldHashes:
-    """Hashes what parameters hold of each part of a tensor: those in the order of the tensor at once, the others one by
-    one with their blocks.
-
-    Args:
-        parts: moves, each with the dtype in which its tensor is hashed, and that tensor's pieces: runs from the places
-            that count for the hash to its bytes.
-        copier: of the device that the parameters are on.
-    """
-
-    def __init__(self, parts: Sequence[tuple[Move, str, Sequence[Run]]], copier: Copier) -> None:
-        plain, self._turned = list[Block](), list[tuple[Move, str, Prepared]]()
-        self._device, self._count = copier.device, len(parts)
-        for group, (move, dtype, pieces) in enumerate(parts):
-            other = is_turned(move) or move.dtype != dtype
-            box, region = (move.box.packed(), 0) if other else (move.box, move.storage)
-            blocks = [
-                Block(r.target, 0, r.source, r.width, r.count, r.target_stride, 0, r.source_stride, region, group)
-                for run in box.runs(size_of(dtype))
-                for piece in pieces
-                for r in compose(piece, run)
-            ]
-            if other:
-                self._turned.append((move, dtype, copier.prepare(blocks)))
-            else:
-                plain += blocks
-        self._plain = copier.prepare(plain)
-
-    def sums(self, flats: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[tuple[Move, torch.Tensor]]]:
-        """The hash of each part (int64), of the bytes of all storages; and of each move in a wider dtype, whether it
-        holds what the narrower cannot."""
-        sums = torch.zeros(self._count, dtype=torch.int64, device=self._device)
-        self._plain.run(memory_of(flats, self._device), sums, copy=False)
-        odd = []
-        for move, dtype, blocks in self._turned:
-            lies = in_box(flats[move.storage], move.box, move.dtype).contiguous().reshape(-1).view(torch.uint8)
-            if move.dtype != dtype:
-                wide = lies.view(getattr(torch, move.dtype))
-                if (move.dtype, dtype) == ("float32", "bfloat16"):
-                    narrow = (wide.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)  # keeps a NaN's bits
-                else:
-                    narrow = wide.to(getattr(torch, dtype))
-                odd.append((move, ((wide != narrow.to(wide.dtype)) & ~wide.isnan()).any()))
-                lies = narrow.view(torch.uint8)
-            blocks.run(memory_of([lies], self._device), sums, copy=False)
-        return sums, odd
-
-
 def is_turned(move: Move) -> bool:
     """True if a move puts the elements in another order than the tensor's, or in far too many short runs."""
     return move.box.run_count > (1 if move.box.width * size_of(move.dtype) < SHORT_RUN else MOST_RUNS)
@@ -459,21 +385,31 @@ def in_box(flat: torch.Tensor, box: Box, dtype: str) -> torch.Tensor:
     return typed.as_strided([d[0] for d in box.dims], [d[2] for d in box.dims], typed.storage_offset() + box.target)
 
 
-def memory_of(flats: Sequence[torch.Tensor], device: torch.device) -> Memory:
-    """Memory whose blocks count from the first byte of flat number ``region``; the flats are to be kept alive."""
-    return Memory(device, [flat.data_ptr() for flat in flats], flats)
+def taken(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The elements of a box in the tensor, a view with its dimensions."""
+    return tensor.as_strided([d[0] for d in box.dims], [d[1] for d in box.dims], tensor.storage_offset() + box.source)
 
 
-def _marks(chunk: Sequence[Entry], owners: Mapping[str, str], generator: torch.Generator) -> list[_Mark]:
+def flagged(flags: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
+    """The names of which a flag (of shape ``()``) is set, each once. Waits for the device."""
+    found = torch.stack([flag for _, flag in flags]).tolist() if flags else []
+    return list(dict.fromkeys(name for (name, _), flag in zip(flags, found, strict=True) if flag))
+
+
+def _marks(
+    chunk: Sequence[Entry], owners: Mapping[str, str], generator: torch.Generator
+) -> list[tuple[str, torch.Tensor]]:
     """Tied tensors hold the same marks, in memory of their own: some models write into what they are given. A chunk's
     bits are made at once: one by one, those of 18867 tensors took longer than their load."""
     metas = [meta_of(source) for source in chunk]
     sizes = [meta.untyped_storage().nbytes() for meta in metas]
-    bits = _finite_bits(sum(map(align, sizes)), generator)
+    halves, device = (sum(map(align, sizes)) // 2,), generator.device
+    bits = torch.randint(-(1 << 15), 1 << 15, halves, generator=generator, device=device, dtype=torch.int16)
+    bits = bits.bitwise_and_(FINITE).view(torch.uint8)
     flats: dict[str, torch.Tensor] = {}
     marks, start = [], 0
     for source, meta, nbytes in zip(chunk, metas, sizes, strict=True):
-        owner = owners.get(source.name, source.name)
+        owner = owners[source.name]
         if owner in flats:
             flat = flats[owner].clone()
         elif meta.dtype.is_floating_point:
@@ -481,39 +417,31 @@ def _marks(chunk: Sequence[Entry], owners: Mapping[str, str], generator: torch.G
         else:
             flat = flats[owner] = _whole_numbers(meta.dtype, nbytes, generator)
         start += align(nbytes)
-        marks.append(_Mark(source.name, flat.view(meta.dtype).as_strided(source.shape, meta.stride()), flat))
+        marks.append((source.name, flat.view(meta.dtype).as_strided(source.shape, meta.stride())))
     return marks
 
 
-def _chunks(sources: Sequence[Entry], owners: Mapping[str, str], model: EngineModel) -> Iterator[list[Entry]]:
+def _chunks(sources: Mapping[str, Entry], owners: Mapping[str, str], model: EngineModel) -> Iterator[list[Entry]]:
     """As many tensors in one go as make up ``CHUNK_BYTES``, each with those it is tied to or fused with."""
-    by_name = {source.name: source for source in sources}
     tied: dict[str, list[str]] = {}
-    for source in sources:
-        tied.setdefault(owners.get(source.name, source.name), []).append(source.name)
-    left = set(by_name)
+    for name in sources:
+        tied.setdefault(owners[name], []).append(name)
+    left = set(sources)
     chunk: list[Entry] = []
     nbytes = 0
-    for first in by_name:
+    for first in sources:
         together = [first] if first in left else []
         for name in together:  # grows on the way
-            more = [*tied[owners.get(name, name)], partner_of(name, model.fused_pairs)]
+            more = [*tied[owners[name]], partner_of(name, model.fused_pairs)]
             together += [each for each in more if each in left and each not in together]
         left.difference_update(together)
-        chunk += [by_name[name] for name in together]
-        nbytes += sum(by_name[name].nbytes for name in together)
+        chunk += [sources[name] for name in together]
+        nbytes += sum(sources[name].nbytes for name in together)
         if nbytes >= CHUNK_BYTES:
             yield chunk
             chunk, nbytes = [], 0
     if chunk:
         yield chunk
-
-
-def _finite_bits(nbytes: int, generator: torch.Generator) -> torch.Tensor:
-    """Random bytes of shape ``(nbytes,)``, none of which is a part of a NaN or Inf of 16 or 32 bits."""
-    halves = (nbytes // 2,)
-    bits = torch.randint(-(1 << 15), 1 << 15, halves, generator=generator, device=generator.device, dtype=torch.int16)
-    return bits.bitwise_and_(FINITE).view(torch.uint8)
 
 
 def _whole_numbers(dtype: torch.dtype, nbytes: int, generator: torch.Generator) -> torch.Tensor:

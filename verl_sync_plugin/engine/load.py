@@ -19,29 +19,29 @@ from verl_sync_plugin.copies.copier import BucketMemory, Copier, Memory, Prepare
 from verl_sync_plugin.copies.plain import Block, copy_runs
 from verl_sync_plugin.copies.table import QuantizeTable, Rectangle
 from verl_sync_plugin.engine.introduce import (
-    HeldHashes,
+    FP8,
     Places,
     Storages,
     bits_of,
+    flagged,
     in_box,
     introduce,
     is_turned,
     kept_in_fp8,
-    memory_of,
+    taken,
     views_of,
 )
 from verl_sync_plugin.engine.model import EngineModel, FusedPairs, partner_of
-from verl_sync_plugin.engine.recorder import model_tensors
 from verl_sync_plugin.layout.load_map import (
     LoadMap,
     Move,
+    Tensors,
     held_parts,
-    owners_of,
     read_parts,
     size_of,
 )
 from verl_sync_plugin.layout.strided import Partition, Run, compose, in_rows
-from verl_sync_plugin.layout.tensors import SCALE, Entry, hulls_of, numbers_of
+from verl_sync_plugin.layout.tensors import SCALE, Bucket, Entry, dtype_name, hulls_of
 from verl_sync_plugin.log import say, some
 from verl_sync_plugin.transport.memory import Live, Regions
 from verl_sync_plugin.transport.protocol import Held, Manifest
@@ -101,11 +101,8 @@ class ModelLoad:
         if before is not None:
             before._put_back()
         self._model, self.manifest, self.device = model, manifest, device
-        self._numbers = numbers_of(manifest.buckets)
-        self._entries = {entry.name: entry for bucket in manifest.buckets for entry in bucket}
-        self._names = list(self._numbers)
-        self._dtypes = [self._entries[name].dtype for name in self._names]
-        self._owners = owners_of(manifest.buckets)
+        self._tensors = Tensors([bucket.entries for bucket in manifest.buckets])
+        self._names, self._entries = self._tensors.names, self._tensors.entries
         model.sent = frozenset(self._names)
         self.map, self._storages, self._key = LoadMap(), Storages(model.module), LayoutKey(model)
         self._places: Places | None = None  # while a load may put something elsewhere
@@ -152,31 +149,29 @@ class ModelLoad:
         self._places = None
 
     def _introduce(self) -> None:
-        numbers, sources = self._numbers, list(self._entries.values())
-        owners = {name: self._names[self._owners[number]] for name, number in numbers.items()}
-        if in_fp8 := kept_in_fp8(self._model, sources):
+        if in_fp8 := kept_in_fp8(self._model, list(self._entries.values())):
             rows, columns = self._model.fp8_block
-            self.map = LoadMap(fp8=tuple((numbers[name], rows, columns) for name in in_fp8))
+            self.map = LoadMap(fp8=tuple((self._tensors.numbers[name], rows, columns) for name in in_fp8))
         else:
-            self.map, self._storages = introduce(self._model, sources, owners, self.device)
+            self.map, self._storages = introduce(self._model, self._tensors, self.device)
         self._key = LayoutKey(self._model)
         self._layout, self._compiled, self.is_new = self._key.now(), False, True
 
     # --------------------------------------------------------------------------------------------------- the tables
     def _compile(self) -> None:
         self._compiled, self._live = True, None
-        self._copier = Copier(self.device, [tensor for _, tensor in model_tensors(self._model.module)])
-        parts = read_parts(self.map, self._owners)
+        self._copier = Copier(self.device, self._storages.flats)
+        parts = read_parts(self.map, self._tensors.owners)
+        self._hashed = [self._names[number] for number, _ in parts]  # the tensor of each sum
         self._whole = {number: part for part, (number, box) in enumerate(parts) if box is None}
         self._moves: dict[str, list[tuple[int, Move]]] = {}  # of the tensors that are copied, with their parts
+        self._by_scratch: set[str] = set()
         for part, move in enumerate(self.map.copied):
-            self._moves.setdefault(self._names[move.tensor], []).append((part, move))
-        self._by_scratch = frozenset(
-            name
-            for name, moves in self._moves.items()
-            if any(move.dtype != self._entries[name].dtype or is_turned(move) for _, move in moves)
-        )
-        self._works = [self._cut(index) for index in range(len(self.manifest.buckets))]
+            name = self._names[move.tensor]
+            self._moves.setdefault(name, []).append((part, move))
+            if move.dtype != self._entries[name].dtype or is_turned(move):
+                self._by_scratch.add(name)
+        self._works = [self._cut(bucket) for bucket in self.manifest.buckets]
         self._ready = [(self._copier.prepare(w.copies), self._copier.prepare(w.reads)) for w in self._works]
         self._read_sums = torch.zeros(len(parts), dtype=torch.int64, device=self.device)
         self.replayed = 0 if self.map.own_load else len(self._names)
@@ -184,63 +179,54 @@ class ModelLoad:
         views = [(each, view) for each in self.map.constants for view in views_of(each, flats[each.storage])]
         self._zeros = [view for each, view in views if not any(each.bits)]
         self._bits = [(view, bits_of(each, view)) for each, view in views if any(each.bits)]
-        pieces: dict[str, list[Run]] = {}  # of each tensor, from all buckets
-        for entries, first in zip(self.manifest.buckets, self.manifest.firsts, strict=True):
-            for entry in entries:
-                found = (replace(piece, source=first + piece.source) for piece in entry.pieces)
-                pieces.setdefault(entry.name, []).extend(found)
-        held = (move for _, move in held_parts(self.map, self._dtypes, self._owners))
-        of_held = [(move, self._dtypes[move.tensor], pieces[self._names[move.tensor]]) for move in held]
+        self._constants = [(self.map.storages[each.storage].name, each, view) for each, view in views]
+        self._pieces: dict[str, list[Run]] = {}  # of each tensor, from all buckets
+        for bucket in self.manifest.buckets:
+            for entry in bucket.entries:
+                found = (replace(piece, source=bucket.first + piece.source) for piece in entry.pieces)
+                self._pieces.setdefault(entry.name, []).extend(found)
+        held = held_parts(self.map, self._tensors.dtypes)
+        of_held = [(move, self._tensors.dtypes[move.tensor], self._pieces[self._names[move.tensor]]) for move in held]
         self._held = HeldHashes(of_held, self._copier)
         how = "the kernel" if self._copier.kernel else "plain copies"
         how = f"the model's own load ({self.map.own_load})" if self.map.own_load else how
         say(f"{len(self._names)} tensors go by {how}")
 
-    def _cut(self, index: int) -> _Work:
-        copies, reads, whole, entries = list[Block](), list[Block](), list[Entry](), self.manifest.buckets[index]
-        for entry in entries:
+    def _cut(self, bucket: Bucket) -> _Work:
+        copies, reads, whole = list[Block](), list[Block](), list[Entry]()
+        for entry in bucket.entries:
             if self.map.own_load or entry.name in self._by_scratch:
                 whole.append(entry)
-                reads += self._blocks(entry, index, packed=True)
+                reads += self._blocks(entry, bucket, packed=True)
             else:
-                copies += self._blocks(entry, index)
-        for hull in hulls_of(entries) if self._whole else ():
-            first, part = hull.first, self._whole.get(self._owners[self._numbers[hull.names[0]]])
-            region, position = first // self.manifest.segments[index], self.manifest.firsts[index] + first
+                copies += self._blocks(entry, bucket)
+        for hull in hulls_of(bucket.entries) if self._whole else ():
+            first, part = hull.first, self._whole.get(self._tensors.numbers[hull.names[0]])
             if part is not None:
+                region, position = first // bucket.stride, bucket.first + first
                 reads.append(Block(first, 0, position, hull.end - first, region=region, group=part))
         return _Work(copies, reads, tuple(whole))
 
-    def _blocks(self, entry: Entry, index: int, packed: bool = False) -> Iterator[Block]:
+    def _blocks(self, entry: Entry, bucket: Bucket, packed: bool = False) -> Iterator[Block]:
         """Composes a bucket's pieces of a tensor with its moves; ``packed`` is only read."""
-        segment, start = self.manifest.segments[index], self.manifest.firsts[index]
-        size, tensor = size_of(entry.dtype), self._numbers[entry.name] if entry.dtype == "float8_e4m3fn" else -1
         for part, move in self._moves.get(entry.name, ()):
             first = 0 if packed else self._storages.flats[move.storage].data_ptr()
-            for run in (move.box.packed() if packed else move.box).runs(size):
-                for piece in entry.pieces:
-                    composed = compose(piece, run)
-                    if tensor < 0:
-                        places = composed
-                    else:  # the same bytes, from the bucket into the tensor
-                        strides = run.source_stride, run.source_stride
-                        places = compose(piece, Run(run.source, run.source, run.width, run.count, *strides))
-                    for found, inside in zip(composed, places, strict=True):
-                        width, count = found.width, found.count
-                        apart = found.source_stride, found.target_stride, inside.target_stride
-                        if count > 1 and apart == (width, width, width):
-                            width, count, apart = width * count, 1, (0, 0, 0)
-                        yield Block(
-                            found.source, first + found.target, start + found.source, width, count, *apart[:2],
-                            apart[0], region=found.source // segment, group=part, tensor=tensor, place=inside.target,
-                            place_stride=apart[2],
-                        )  # fmt: skip
+            for run in (move.box.packed() if packed else move.box).runs(size_of(entry.dtype)):
+                for found in (found for piece in entry.pieces for found in compose(piece, run)):
+                    width, count, apart = found.width, found.count, (found.source_stride, found.target_stride)
+                    if count > 1 and apart == (width, width):
+                        width, count, apart = width * count, 1, (0, 0)
+                    yield Block(
+                        found.source, first + found.target, bucket.first + found.source, width, count, *apart,
+                        apart[0], region=found.source // bucket.stride, group=part,
+                    )  # fmt: skip
 
     # ----------------------------------------------------------------------------------------------------- the load
     def load(self, index: int, slots: Sequence[torch.Tensor]) -> None:
         """Loads bucket number ``index`` from the slot that it is in, or from one per segment (uint8); copies may still
         run when it returns."""
-        memory = BucketMemory(slots, self.manifest.segments[index], self.manifest.worlds[index])
+        bucket = self.manifest.buckets[index]
+        memory = BucketMemory(slots, bucket.stride, bucket.world)
         copies, reads = self._ready[index]
         copies.run(memory, self._read_sums)
         reads.run(memory, self._read_sums, copy=False)
@@ -250,9 +236,7 @@ class ModelLoad:
             return
         for name, tensor in whole:  # in scratch memory
             for _, move in self._moves[name]:
-                steps, first = [d[1] for d in move.box.dims], tensor.storage_offset() + move.box.source
-                source = tensor.as_strided([d[0] for d in move.box.dims], steps, first)
-                in_box(self._storages.flats[move.storage], move.box, move.dtype).copy_(source)
+                in_box(self._storages.flats[move.storage], move.box, move.dtype).copy_(taken(tensor, move.box))
 
     @property
     def obstacle(self) -> str:
@@ -274,10 +258,11 @@ class ModelLoad:
             own, starts = len(found), [*(flat.data_ptr() for flat in flats), 0]  # own: this process's memory
             memory = Memory(self.device, starts, flats)
             copies, reads, quantized = list[Block](), list[Block](), list[Block]()
-            wheres = [_Where(index, self.manifest, lives, place) for index in range(len(self._works))]
+            wheres = [_Where(number, bucket, lives, place) for number, bucket in enumerate(self.manifest.buckets)]
             for work, where in zip(self._works, wheres, strict=True):
                 for moved in (moved for block in work.copies for moved in where.moved(block)):
-                    (quantized if moved.tensor >= 0 and moved.grow > 1 else copies).append(moved)
+                    in_fp8 = self._entries[self._hashed[moved.group]].dtype == dtype_name(FP8)
+                    (quantized if in_fp8 and moved.grow > 1 else copies).append(moved)
                 reads.extend(moved for block in work.reads for moved in where.moved(block))
             for b in quantized:  # hashed where it has been written
                 at = (b.target, 0, b.position, b.width, b.count, b.target_stride, 0, b.position_stride)
@@ -298,17 +283,17 @@ class ModelLoad:
         if not blocks:
             return []
         lies = dict[str, set[tuple[int, int]]]()  # of scales: region, and byte in it of the first one
-        for where, entries in zip(wheres, self.manifest.buckets, strict=True):
-            for entry in (entry for entry in entries if entry.name.endswith(SCALE)):
+        for where, bucket in zip(wheres, self.manifest.buckets, strict=True):
+            for entry in (entry for entry in bucket.entries if entry.name.endswith(SCALE)):
                 for piece in entry.pieces:
                     moved = where.moved(Block(piece.source, 0, piece.source, 1))
                     lies.setdefault(entry.name, set()).update((m.region, m.source - piece.target) for m in moved)
         found, size = dict[torch.dtype, list[Rectangle]](), self._model.fp8_block
         for block in blocks:
-            name = self._names[block.tensor]
+            name = self._hashed[block.group]
             (scales,) = lies[name + SCALE]
             read = found.setdefault(torch.bfloat16 if block.grow == 2 else torch.float32, [])
-            read += _rectangles(block, self._entries[name].shape[1], size[1], *scales)
+            read += _rectangles(block, self._pieces[name], self._entries[name].shape[1], size[1], *scales)
         cast = torch.bfloat16
         return [QuantizeTable(each, (dtype, cast), size, self.device, homes) for dtype, each in found.items()]
 
@@ -317,11 +302,8 @@ class ModelLoad:
         self._live = None
 
     def finish(self) -> None:
-        """Ends the sync: derives what the model derives, and refreshes its copies.
-
-        Raises:
-            ValueError: a tensor is incomplete.
-        """
+        """Ends the sync: derives what the model derives, and refreshes its copies. Raises ValueError where a tensor is
+        incomplete."""
         self._assembler.finish()
         if self.map.derives and not self.map.own_load:  # an own load has derived by itself
             self._model.derive_after_load()
@@ -337,30 +319,25 @@ class ModelLoad:
         """Hashes what lies in the parameters now. Waits for the device."""
         sums, wider = self._held.sums(self._storages.flats)
         odd = [(self._names[move.tensor], flag) for move, flag in wider]
-        for constant in self.map.constants:
-            flat, name = self._storages.flats[constant.storage], self.map.storages[constant.storage].name
-            for view in views_of(constant, flat):
-                odd.append((name, (view != bits_of(constant, view) if any(constant.bits) else view).any()))
-        flags = torch.stack([flag for _, flag in odd]).tolist() if odd else []
-        changed = dict.fromkeys(name for (name, _), flag in zip(odd, flags, strict=True) if flag)
-        return Held(sums.cpu().numpy().astype("<i8").tobytes(), tuple(changed))
+        for name, each, view in self._constants:
+            odd.append((name, (view != bits_of(each, view) if any(each.bits) else view).any()))
+        return Held(sums.cpu().numpy().astype("<i8").tobytes(), tuple(flagged(odd)))
 
 
 class _Where:
     """The places of one bucket's bytes in the trainer's own memory."""
 
-    def __init__(self, bucket: int, manifest: Manifest, lives: Sequence[Live], place: int) -> None:
-        world, segment = manifest.worlds[bucket], manifest.segments[bucket]
-        self._bucket, self._start = bucket, manifest.firsts[bucket]
+    def __init__(self, number: int, bucket: Bucket, lives: Sequence[Live], place: int) -> None:
+        self._number, self._start = number, bucket.first
         rows: list[tuple[int, int, int, int, int]] = []
         first_region = 0
-        for number, live in enumerate(lives):
-            if world > 1 or number == place:
-                held = np.frombuffer(live.runs[bucket], dtype="<i8").reshape(-1, 5)
+        for rank, live in enumerate(lives):
+            if bucket.world > 1 or rank == place:
+                held = np.frombuffer(live.runs[number], dtype="<i8").reshape(-1, 5)
                 # The only segment of what every rank holds is the own rank's; its numbers count from 0 like the others'
-                low = number * segment if world > 1 else 0
-                if len(held) and not low <= held[0, 0] <= held[-1, 0] < low + segment:
-                    raise ValueError(f"trainer rank {number} tells of bytes of bucket {bucket} that are not its own")
+                low = rank * bucket.stride if bucket.world > 1 else 0
+                if len(held) and not low <= held[0, 0] <= held[-1, 0] < low + bucket.stride:
+                    raise ValueError(f"trainer rank {rank} tells of bytes of bucket {number} that are not its own")
                 rows.extend((o, n, first_region + r, source, grow) for o, n, r, source, grow in held.tolist())
             first_region += len(live.regions)
         self._rows = sorted(rows)
@@ -373,32 +350,86 @@ class _Where:
         for number, run in self._partition.meet(read):
             left -= run.width * run.count
             first, _, region, source, grow = self._rows[number]
-            place = block.place
-            if block.tensor >= 0:
-                number, inside = divmod(run.source - block.source, block.source_stride or block.width)
-                place += number * block.place_stride + inside
             yield Block(
                 source + (run.source - first) * grow, run.target, self._start + run.source, run.width, run.count,
                 run.source_stride * grow, run.target_stride, run.source_stride, region, block.group, grow,
-                tensor=block.tensor, place=place, place_stride=block.place_stride,
             )  # fmt: skip
         if left:
             last = read.source + (read.count - 1) * read.source_stride + read.width - 1
             raise ValueError(
-                f"no trainer rank has said where {left} of bytes {read.source} to {last} of bucket {self._bucket} lie"
+                f"no trainer rank has said where {left} of bytes {read.source} to {last} of bucket {self._number} lie"
             )
 
 
-def _rectangles(block: Block, columns: int, wide: int, scale_region: int, first: int) -> Iterator[Rectangle]:
-    """The parts of a matrix in fp8 in a block of a trainer rank's values; its scales lie from ``first`` on."""
-    inside = block.place, block.width, block.count
-    read = Run(block.source // block.grow, *inside, block.position_stride, block.place_stride)
-    written = Run(block.target, *inside, block.target_stride, block.place_stride)
-    for one, other in zip(in_rows(read, columns), in_rows(written, columns), strict=True):
+def _rectangles(
+    block: Block, pieces: Sequence[Run], columns: int, wide: int, scale_region: int, first_scale: int
+) -> Iterator[Rectangle]:
+    """The parts of a matrix in fp8 in a block of a trainer rank's values; its scales lie from ``first_scale`` on."""
+
+    def in_matrix(first: int, stride: int) -> Iterator[Run]:
+        run = Run(first, block.position, block.width, block.count, stride, block.position_stride)
+        return (row for piece in pieces for each in compose(run, piece) for row in in_rows(each, columns))
+
+    read = in_matrix(block.source // block.grow, block.position_stride)
+    written = in_matrix(block.target, block.target_stride)
+    for one, other in zip(read, written, strict=True):
         yield Rectangle(
             *divmod(one.target, columns), one.count, one.width, block.region, one.source, one.source_stride,
-            other.source, other.source_stride, scale_region, first // 4, -(-columns // wide),
+            other.source, other.source_stride, scale_region, first_scale // 4, -(-columns // wide),
         )  # fmt: skip
+
+
+class HeldHashes:
+    """Hashes what parameters hold of each part of a tensor: those in the order of the tensor at once, the others one by
+    one with their blocks.
+
+    Args:
+        parts: moves, each with the dtype in which its tensor is hashed, and that tensor's pieces: runs from the places
+            that count for the hash to its bytes.
+        copier: of the device that the parameters are on.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Move, str, Sequence[Run]]], copier: Copier) -> None:
+        plain, self._turned = list[Block](), list[tuple[Move, str, Prepared]]()
+        self._device, self._count = copier.device, len(parts)
+        for group, (move, dtype, pieces) in enumerate(parts):
+            other = is_turned(move) or move.dtype != dtype
+            box, region = (move.box.packed(), 0) if other else (move.box, move.storage)
+            blocks = [
+                Block(r.target, 0, r.source, r.width, r.count, r.target_stride, 0, r.source_stride, region, group)
+                for run in box.runs(size_of(dtype))
+                for piece in pieces
+                for r in compose(piece, run)
+            ]
+            if other:
+                self._turned.append((move, dtype, copier.prepare(blocks)))
+            else:
+                plain += blocks
+        self._plain = copier.prepare(plain)
+
+    def sums(self, flats: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[tuple[Move, torch.Tensor]]]:
+        """The hash of each part (int64), of the bytes of all storages; and of each move in a wider dtype, whether it
+        holds what the narrower cannot."""
+        sums = torch.zeros(self._count, dtype=torch.int64, device=self._device)
+        self._plain.run(memory_of(flats, self._device), sums, copy=False)
+        odd = []
+        for move, dtype, blocks in self._turned:
+            lies = in_box(flats[move.storage], move.box, move.dtype).contiguous().reshape(-1).view(torch.uint8)
+            if move.dtype != dtype:
+                wide = lies.view(getattr(torch, move.dtype))
+                if (move.dtype, dtype) == ("float32", "bfloat16"):
+                    narrow = (wide.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)  # keeps a NaN's bits
+                else:
+                    narrow = wide.to(getattr(torch, dtype))
+                odd.append((move, ((wide != narrow.to(wide.dtype)) & ~wide.isnan()).any()))
+                lies = narrow.view(torch.uint8)
+            blocks.run(memory_of([lies], self._device), sums, copy=False)
+        return sums, odd
+
+
+def memory_of(flats: Sequence[torch.Tensor], device: torch.device) -> Memory:
+    """Memory whose blocks count from the first byte of flat number ``region``; the flats are to be kept alive."""
+    return Memory(device, [flat.data_ptr() for flat in flats], flats)
 
 
 class Assembler:
@@ -417,12 +448,10 @@ class Assembler:
     def tensors(self, memory: BucketMemory, entries: tuple[Entry, ...]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that are complete with this bucket; they may alias ``memory`` unless that is shared."""
         for entry in entries:
-            flat = self._join(memory, entry)
-            if flat is None:
-                continue
-            typed = flat.view(getattr(torch, entry.dtype))
-            whole = typed.view(entry.shape) if entry.strides is None else typed.as_strided(entry.shape, entry.strides)
-            yield from self._release(entry.name, whole)
+            if (flat := self._join(memory, entry)) is not None:
+                typed, strides = flat.view(getattr(torch, entry.dtype)), entry.strides
+                whole = typed.view(entry.shape) if strides is None else typed.as_strided(entry.shape, strides)
+                yield from self._release(entry.name, whole)
 
     def _join(self, memory: BucketMemory, entry: Entry) -> torch.Tensor | None:
         here = sum(piece.width * piece.count for piece in entry.pieces)
@@ -454,11 +483,7 @@ class Assembler:
             self._waiting[name] = tensor.clone()
 
     def finish(self) -> None:
-        """Checks that nothing is left over.
-
-        Raises:
-            ValueError: a tensor or a fused pair is incomplete.
-        """
+        """Raises ValueError where a tensor or a fused pair is incomplete."""
         if self._partial or self._waiting:
             left = sorted([*self._partial, *self._waiting])
             raise ValueError(f"the sync ended with incomplete tensors: {', '.join(left[:10])}")

@@ -65,10 +65,8 @@ class EngineModel(ABC):
         return False
 
     def derive_after_load(self) -> None:
-        """Computes again what ``load_weights`` computes from parameters that it has loaded.
-
-        Called only where ``can_derive``, after a sync that copied parameters without ``load_weights``.
-        """
+        """Computes again what ``load_weights`` computes from parameters that it has loaded. Called only where
+        ``can_derive``, after a sync that copied parameters without ``load_weights``."""
         raise NotImplementedError
 
     @property
@@ -97,11 +95,6 @@ class EngineModel(ABC):
 
 
 def partner_of(name: str, pairs: FusedPairs) -> str | None:
-    """The other tensor of a fused pair; ``None`` for a tensor that is in none.
-
-    Args:
-        name: of a tensor.
-        pairs: ``EngineModel.fused_pairs``.
-    """
+    """The other tensor of a fused pair, by name (``pairs``: ``EngineModel.fused_pairs``); ``None`` for one in none."""
     partners = dict(pairs) | {second: first for first, second in pairs}
     return next((name.removesuffix(one) + other for one, other in partners.items() if name.endswith(f".{one}")), None)

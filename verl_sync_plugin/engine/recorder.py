@@ -104,7 +104,7 @@ class _Recorder(TorchDispatchMode):
         # In inference mode ``to`` and ``reshape`` come whole, and count as views, although they may copy
         self._views = not torch.is_inference_mode_enabled()
         self._derived: dict[int, set[str]] = {}  # results of anything else, by storage
-        self._joined: dict[int, tuple[torch.Size, Sequence[torch.Tensor], int]] = {}  # of cat: shape, parts, dimension
+        self._joined: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor], int]] = {}  # of cat; parts, dimension
         self._zeroed: set[int] = set()  # storages of sources that the load has filled with zeros
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -141,35 +141,28 @@ class _Recorder(TorchDispatchMode):
             self.recording.computed.update(names)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, names: set[str]) -> torch.Tensor:
-        storage = storage_of(source)
-        into_model = storage_of(target) in self._targets
-        if into_model and self._reinterprets(target, source):
-            # A replay knows the dtypes of tensors and parameters, and would cast where the model moves bytes
-            self._refuse_written(names, "is copied through a view of another dtype", target)
-        elif into_model and storage in self._zeroed:
-            self.recording.writes.append(Write("", target.detach(), 0.0))
-        elif into_model and storage in self.names:
-            self.recording.writes.append(Write(self.names[storage], target.detach(), source))
-        elif into_model and self._whole(source) and source.shape == target.shape:
-            _, parts, dim = self._joined[storage]
-            pieces = target.detach().split([part.shape[dim] for part in parts], dim)
-            for part, piece in zip(parts, pieces, strict=True):
-                self.recording.writes.append(Write(self.names[storage_of(part)], piece, part))
-        elif into_model:
-            self._refuse_written(names, "is changed before it is copied", target)
-        else:
+        storage, writes = storage_of(source), self.recording.writes
+        joined, parts, dim = self._joined.get(storage, (None, (), 0))
+        if storage_of(target) not in self._targets:
             # The model may keep it without naming it as one of its tensors
             self._refuse(names, "is copied elsewhere", taken=True, computed=True)
+        elif self._reinterprets(target, source):
+            # A replay knows the dtypes of tensors and parameters, and would cast where the model moves bytes
+            self._refuse_written(names, "is copied through a view of another dtype", target)
+        elif storage in self._zeroed:
+            writes.append(Write("", target.detach(), 0.0))
+        elif storage in self.names:
+            writes.append(Write(self.names[storage], target.detach(), source))
+        elif joined is not None and joined.shape == source.shape == target.shape and source.is_contiguous():
+            pieces = target.detach().split([part.shape[dim] for part in parts], dim)
+            writes.extend(Write(self.names[storage_of(p)], piece, p) for p, piece in zip(parts, pieces, strict=True))
+        else:
+            self._refuse_written(names, "is changed before it is copied", target)
         return target
 
     def _refuse_written(self, names: Iterable[str], why: str, target: torch.Tensor) -> None:
         self._refuse(names, why, taken=True)
         self.recording.writes.extend(Write(name, target.detach()) for name in names)
-
-    def _whole(self, source: torch.Tensor) -> bool:
-        """True for the whole result of a join, in its own shape and order."""
-        joined = self._joined.get(storage_of(source))
-        return joined is not None and source.shape == joined[0] and source.is_contiguous()
 
     def _reinterprets(self, target: torch.Tensor, source: torch.Tensor) -> bool:
         """True if either side is viewed as other elements than it has."""
@@ -211,37 +204,26 @@ class _Recorder(TorchDispatchMode):
         known = [storage_of(value) in self.names or storage_of(value) in self._derived for value in made]
         if made and all(known) and not func._schema.is_mutable:
             return result  # views
-        if func is aten.cat.default and self._join(args, kwargs, made[0]):
-            return result
-        self._refuse(names, f"goes through {func}", computed=func not in MOVES)
+        if not (func is aten.cat.default and self._join(args, kwargs, made[0])):
+            self._refuse(names, f"goes through {func}", computed=func not in MOVES)
         for value in made:
             self._keep.append(value)
             self._derived[storage_of(value)] = names
         return result
 
     def _join(self, args: Any, kwargs: Any, result: torch.Tensor) -> bool:
-        parts = args[0]
-        if not all(self._dtypes.get(storage_of(part)) == part.dtype == result.dtype for part in parts):
-            return False
-        if any(storage_of(part) in self._zeroed for part in parts):
+        storages = {storage_of(part) for part in args[0]}
+        as_given = all(self._dtypes.get(storage_of(part)) == part.dtype == result.dtype for part in args[0])
+        if not as_given or not self._zeroed.isdisjoint(storages):
             return False
         dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(result.dim(), 1)
-        self._keep.append(result)
-        self._joined[storage_of(result)] = (result.shape, parts, dim)
-        self._derived[storage_of(result)] = self._names(parts)
+        self._joined[storage_of(result)] = result, args[0], dim
         return True
 
 
 def record(model: EngineModel, sources: Sequence[Entry]) -> Recording:
-    """One dry ``load_weights`` over all ``sources``; changes nothing in the model that a sync would keep.
-
-    Args:
-        model: of this engine rank.
-        sources: the tensors of a sync, in the order they will come.
-
-    Raises:
-        ValueError: the load needs values, or keeps a tensor that it is given.
-    """
+    """One dry ``load_weights`` over all ``sources`` of a sync, in the order they will come; changes nothing in the
+    model that a sync would keep. Raises ValueError where the load needs values, or keeps a tensor that it is given."""
     tensors = [(source.name, meta_of(source)) for source in sources]
     recorder = _Recorder(model.module, tensors)
     try:

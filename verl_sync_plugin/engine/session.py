@@ -114,7 +114,7 @@ class ReceiverSession:
     def _parts(self, hello: Hello, manifest: Manifest, message: Load) -> Sequence[torch.Tensor]:
         """The memory of a bucket: the slot it is in, or one slot per segment."""
         slots = [self._regions.slot(slots, message.slot) for slots in self._stagings]
-        return slots if manifest.sharded and manifest.worlds[message.bucket] > 1 else [slots[hello.place]]
+        return slots if manifest.sharded and manifest.buckets[message.bucket].world > 1 else [slots[hello.place]]
 
     def _refusal(self, stagings: tuple[Slots, ...], lives: tuple[Live, ...] = ()) -> str:
         """Maps these; returns the reason why one of them cannot be mapped, if so."""
@@ -155,15 +155,10 @@ class ReceiverSession:
             # The engine resumes its KV cache next, through an allocator of its own that cannot use what a first sync
             # leaves in this one: at a memory share of 0.97 of an H100 the KV cache of 7.6 B did not come back
             torch.cuda.empty_cache()
-        channel.send(
-            Committed(
-                load.replayed,
-                sums,
-                load.obstacle or ("" if self._maps else "an engine rank could not map them"),
-                self._take_activations(),
-                load.held() if hello.asks_hashes else None,
-            )
-        )
+        obstacle = load.obstacle or ("" if self._maps else "an engine rank could not map them")
+        activations = self._take_activations()  # without what the hashes take
+        held = load.held() if hello.asks_hashes else None
+        channel.send(Committed(load.replayed, sums, obstacle, activations, held))
 
     def _take_activations(self) -> int:
         """Bytes that the engine's allocator took since the last call, in addition to what it keeps; 0 at the first, and

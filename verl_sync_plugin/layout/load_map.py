@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -88,13 +89,8 @@ def joined(dims: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 def box_of(shape: Sequence[int], steps: Sequence[int], others: Sequence[int], source: int, target: int) -> Box:
-    """The box of a copy between two views of one shape.
-
-    Args:
-        shape: of both.
-        steps, others: strides in the tensor and in the memory.
-        source, target: the first element on either side.
-    """
+    """The box of a copy between two views of one shape: strides in the tensor (``steps``) and in the memory, and the
+    first element on either side."""
     dims = [each for each in zip(shape, steps, others, strict=True) if each[0] != 1]
     return Box(source, target, tuple(joined(sorted(dims, key=lambda d: (-d[1], -d[2])))))
 
@@ -182,6 +178,12 @@ class LoadMap(msgspec.Struct, frozen=True, array_like=True, dict=True):
         others = {each.tensor for each in self.not_copied}
         return tuple(move for move in self.moves if move.tensor not in others)
 
+    def not_held(self, dtypes: Sequence[str]) -> dict[int, str]:
+        """The tensors that cannot be compared with what lies in the model after a load, and why; ``dtypes`` are those
+        in which tensors travel, by number."""
+        narrow = (move.tensor for move in self.moves if size_of(move.dtype) < size_of(dtypes[move.tensor]))
+        return dict(self.unplaced) | dict.fromkeys(narrow, ROUNDED)
+
     @cached_property
     def digest(self) -> str:
         """Names the map."""
@@ -209,8 +211,6 @@ def spans_of(found: Sequence[np.ndarray]) -> Spans:
 
 def without(one: Spans, other: Spans) -> Spans:
     """``one`` minus ``other``."""
-    if not len(one) or not len(other):
-        return one
     edges = np.unique(np.concatenate((one, other)))
     keep = (_times_within(one, edges) > 0) & (_times_within(other, edges) == 0)
     return spans_of([np.stack((edges[:-1][keep], edges[1:][keep]), 1)])
@@ -300,9 +300,7 @@ def unwritten(found: LoadMap) -> list[tuple[StateTensor, int, int]]:
     written: list[list[np.ndarray]] = [[] for _ in found.storages]
     for move in found.moves:
         written[move.storage].append(box_spans(move.box, False, size_of(move.dtype)))
-    for constant in found.constants:
-        written[constant.storage].append(np.array(constant.spans))
-    for number, spans in found.own_writes:
+    for number, spans in (*found.own_writes, *((each.storage, each.spans) for each in found.constants)):
         written[number].append(np.array(spans))
     missing = []
     for storage, parts in zip(found.storages, written, strict=True):
@@ -319,13 +317,9 @@ def wire_dtypes(names: Sequence[str], maps: Iterable[LoadMap]) -> dict[str, str]
     """The widest dtype in which any engine rank keeps each tensor, or could use it; empty for whatever the trainer has.
     Tensors that none of them takes are not in it."""
     found: dict[int, str] = {}
-    for each in maps:
-        needed = [(move.tensor, move.dtype) for move in each.moves]
-        needed += [(left.tensor, left.dtype) for left in each.not_copied]
-        for number, dtype in dict.fromkeys(needed):
-            before = found.setdefault(number, dtype)
-            if before and (not dtype or size_of(dtype) > size_of(before)):
-                found[number] = dtype
+    of_each = (chain[Move | NotCopied](each.moves, each.not_copied) for each in maps)
+    for number, dtype in dict.fromkeys((part.tensor, part.dtype) for parts in of_each for part in parts):
+        found[number] = max(found.get(number, dtype), dtype, key=lambda each: size_of(each) if each else math.inf)
     return {names[number]: dtype for number, dtype in found.items()}
 
 
@@ -344,6 +338,29 @@ def owners_of(buckets: Sequence[Sequence[Entry]]) -> dict[int, int]:
     return {number: numbers[owners.get(name, name)] for name, number in numbers.items()}
 
 
+class Tensors:
+    """The tensors of a plan.
+
+    Attributes:
+        numbers: of each name; see ``numbers_of``.
+        names, dtypes, numels: by number.
+        entries: by name, in the order in which they travel; of some bucket.
+    """
+
+    def __init__(self, buckets: Sequence[Sequence[Entry]]) -> None:
+        self._buckets = buckets
+        self.numbers = numbers_of(buckets)
+        self.names = list(self.numbers)
+        self.entries = {entry.name: entry for entries in buckets for entry in entries}
+        self.dtypes = [self.entries[name].dtype for name in self.names]
+        self.numels = [self.entries[name].nbytes // size_of(self.entries[name].dtype) for name in self.names]
+
+    @cached_property
+    def owners(self) -> dict[int, int]:
+        """See ``owners_of``."""
+        return owners_of(self._buckets)
+
+
 HashedPart = tuple[int, Box | None]  # of which tensor, and which elements; ``None``: all bytes that are its to count
 
 
@@ -354,12 +371,11 @@ def read_parts(found: LoadMap, owners: Mapping[int, int]) -> list[HashedPart]:
     return parts + [(number, None) for number in sorted({owners[each.tensor] for each in found.not_copied})]
 
 
-def held_parts(found: LoadMap, dtypes: Sequence[str], owners: Mapping[int, int]) -> list[tuple[int, Move]]:
-    """Lists what an engine rank hashes in its parameters after a sync, in the order of its sums: tensors and moves.
-    ``dtypes`` are those in which the tensors travel, by number."""
-    unfit = {number for number, _ in found.unplaced}
-    unfit.update(move.tensor for move in found.moves if size_of(move.dtype) < size_of(dtypes[move.tensor]))
-    return [(owners[m.tensor], m) for m in found.moves if m.tensor not in unfit]
+def held_parts(found: LoadMap, dtypes: Sequence[str]) -> list[Move]:
+    """Lists what an engine rank hashes in its parameters after a sync, in the order of its sums. ``dtypes``: as for
+    ``not_held``."""
+    left_out = found.not_held(dtypes)
+    return [move for move in found.moves if move.tensor not in left_out]
 
 
 def weigh(numels: Sequence[int], everyone: Sequence[Sequence[HashedPart]]) -> tuple[list[int], list[list[int]]]:

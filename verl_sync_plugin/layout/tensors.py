@@ -233,18 +233,17 @@ def hulls_of(entries: Sequence[Entry], low: int = 0, high: float = math.inf) -> 
         if low <= piece.source < high
         for first, end in piece.sources()
     )
-    hulls, index = list[Hull](), 0
-    while index < len(spans):
-        first, end, place = spans[index]
-        places, equal = {place}, True
-        index += 1
-        while index < len(spans) and spans[index][0] < end:
-            equal = equal and spans[index][:2] == (first, end)
-            end = max(end, spans[index][1])
-            places.add(spans[index][2])
-            index += 1
-        names = dict.fromkeys(entries[place].name for place in sorted(places))
-        hulls.append(Hull(first, end, tuple(names), equal))
+    overlapping, reached = list[list[tuple[int, int, int]]](), -1
+    for span in spans:
+        if span[0] >= reached:
+            overlapping.append([])
+        overlapping[-1].append(span)
+        reached = max(reached, span[1])
+    hulls = []
+    for group in overlapping:
+        names = dict.fromkeys(entries[place].name for place in sorted({place for *_, place in group}))
+        equal = len({(first, end) for first, end, _ in group}) == 1
+        hulls.append(Hull(group[0][0], max(end for _, end, _ in group), tuple(names), equal))
     return hulls
 
 

@@ -23,17 +23,17 @@ written again only after ``Loaded`` of the bucket that was in it, from every eng
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from verl_sync_plugin.layout.load_map import LoadMap
-from verl_sync_plugin.layout.tensors import Entry, Plan
+from verl_sync_plugin.layout.tensors import Bucket, Plan
 from verl_sync_plugin.transport.memory import Live, Slots
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 23
+PROTOCOL_VERSION = 24
 
 ALL = -1  # in place of a bucket: all of them at once
 
@@ -125,28 +125,16 @@ class Manifest:
     """The contents of each bucket, in bucket order.
 
     Attributes:
-        buckets: the tensors.
-        worlds: number of segments.
-        segments: bytes per segment.
-        firsts: as in ``Bucket``.
+        buckets: those of the plan, without their slices.
         sharded: segments are in the slots of several ranks.
     """
 
-    buckets: tuple[tuple[Entry, ...], ...]
-    worlds: tuple[int, ...]
-    segments: tuple[int, ...]
-    firsts: tuple[int, ...]
+    buckets: tuple[Bucket, ...]
     sharded: bool = False
 
     @classmethod
     def of(cls, plan: Plan) -> Manifest:
-        return cls(
-            tuple(bucket.entries for bucket in plan.buckets),
-            tuple(bucket.world for bucket in plan.buckets),
-            tuple(bucket.stride for bucket in plan.buckets),
-            tuple(bucket.first for bucket in plan.buckets),
-            plan.sharded,
-        )
+        return cls(tuple(replace(bucket, slices=()) for bucket in plan.buckets), plan.sharded)
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
