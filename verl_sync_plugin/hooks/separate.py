@@ -98,7 +98,7 @@ class SyncCheckpointEngine(CheckpointEngine):
         say_unused("send_weights", more)
         assert self._membership.ranks is not None, "init_process_group() comes first"
         # Here and not in our worker, since one_step_off and fully_async make verl's own
-        with ExitStack() as later, self._membership.taking_part():
+        with ExitStack() as later, self._membership.taking_part(self._membership.ranks):
             # Hazard: a failed sync may leave NCCL hanging on the stream, where offloading would wait for it without a
             # bound. So `sending` ends last, when that is aborted.
             if not isinstance(weights, ShardStream):

@@ -256,7 +256,7 @@ class SeparateReceiver:
         ranks = membership.ranks
         assert ranks is not None, "joined"
         async with self._one:  # a sync that has failed ends before the next one begins
-            with membership.taking_part():
+            with membership.taking_part(ranks):
                 manager = self._manager = manager_of(ranks, self._manager, partial(self._make, membership))
                 await manager.update_weights([], global_steps)
                 await manager.finish([])

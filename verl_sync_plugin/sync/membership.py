@@ -164,15 +164,14 @@ class Membership:
         return groups == {self._name} != {""} and self._keys == tuple(member.key for member in members)
 
     @contextmanager
-    def taking_part(self) -> Iterator[None]:
-        """Around this rank's part in a sync. Where it fails the next sync makes a new group: a broadcast of this one
-        may be half done, and the next one would be taken for its rest. Afterwards nothing of NCCL's is left on the
-        streams, where a broadcast that not all ranks have begun would hang.
+    def taking_part(self, ranks: JointRanks | None) -> Iterator[None]:
+        """Around this rank's part in a sync of ``ranks``, its group. Where it fails the next sync makes a new one: a
+        broadcast of this one may be half done, and the next one would be taken for its rest. Afterwards nothing of
+        NCCL's is left on the streams, where a broadcast that not all ranks have begun would hang.
 
         On an error that the ranks have not agreed on, this rank leaves the group at once, so that the others, which may
         wait for it, hear of that. On an agreed one it stays, for messages are still on their way.
         """
-        ranks = self.ranks
         try:
             yield
         except BaseException as error:
