@@ -249,8 +249,7 @@ def test_separate_rollouts_get_our_client(name: str, backend: str, kind: str, mo
 def test_the_unanswered_is_asked_again(error: Exception, gone: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Another server gets the request, and the router forgets the one that died."""
     ours = client_of(monkeypatch, [("length", WHOLE)])
-    asked = AsyncMock(side_effect=error)
-    first = ("first", SimpleNamespace(generate=SimpleNamespace(remote=asked)))
+    first = ("first", SimpleNamespace(generate=SimpleNamespace(remote=AsyncMock(side_effect=error))))
     acquired: Any = LLMServerClient._acquire_server
     acquired.side_effect = [first, acquired.return_value, ActorDiedError()]
     remove, clear = AsyncMock(), AsyncMock()
@@ -258,7 +257,7 @@ def test_the_unanswered_is_asked_again(error: Exception, gone: list[str], monkey
         remove_servers=SimpleNamespace(remote=remove), clear_sticky_cache=SimpleNamespace(remote=clear)
     )
     output = asyncio.run(ours.generate("request", prompt_ids=[1], sampling_params={}))
-    assert output.token_ids == [1] and asked.await_count == 1
+    assert output.token_ids == [1]
     assert [each.args for each in remove.await_args_list] == [(gone,)] * len(gone) and clear.await_count == len(gone)
     with pytest.raises(ActorDiedError):  # the router itself
         asyncio.run(ours.generate("request", prompt_ids=[1], sampling_params={}))
