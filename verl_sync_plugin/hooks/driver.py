@@ -149,8 +149,7 @@ def stepping_aside(actor_rollout_ref: Any, overrides: Sequence[str], ours: bool)
     Raises ValueError where one of our keys was given, or stock verl would train other parameters."""
     rollout, strategy = actor_rollout_ref.rollout, OmegaConf.select(actor_rollout_ref, "actor.strategy")
     engine = rollout_of(rollout.name)
-    cause = _unserved_trainer(actor_rollout_ref, strategy, engine.ENGINE)
-    cause = cause or (engine.left_to_verl(rollout) if ours else "")
+    cause = _unserved_trainer(actor_rollout_ref, strategy, engine.ENGINE) or (ours and engine.left_to_verl(rollout))
     if not cause:
         return ""
     if backend_of(rollout) == SEPARATE_BACKEND:
@@ -278,12 +277,13 @@ class SyncRolloutConfig(RolloutConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         # No driver has settled these where a program of the user's has composed the config, or a multirun
-        short, engine = getattr(self, BUCKET), self.checkpoint_engine
-        size = bucket_of(self) if is_on(self) else engine[BUCKET] if short is None else short
+        short, engine, on = getattr(self, BUCKET), self.checkpoint_engine, is_on(self)
+        size = bucket_of(self) if on else engine[BUCKET] if short is None else short
         if short is not None or moves(self):
             for config in (self, engine):
                 object.__setattr__(config, BUCKET, size)  # they are frozen
-        check_rollout(self)
+        if on:
+            check_rollout(self, moves(self))
         if self.name not in ROLLOUTS:
             return
         from verl.workers.rollout.base import _ROLLOUT_REGISTRY
@@ -294,13 +294,11 @@ class SyncRolloutConfig(RolloutConfig):
         compat.refuse_stranger("rollout replica", name, RolloutReplicaRegistry._registry[name], (ours.load_replica,))
 
 
-def check_rollout(rollout: Any, ours: bool = False) -> None:
-    """Checks all keys of a rollout config (dataclass or settled DictConfig)."""
-    if not is_on(rollout):
-        return
-    bucket_megabytes(rollout.get(BUCKET, None), rollout.checkpoint_engine[BUCKET])
+def check_rollout(rollout: Any, ours: bool) -> None:
+    """Checks the keys of a rollout config (dataclass or settled DictConfig) but for sizes; ``ours``: the plugin moves
+    the weights."""
     refuse_values(ROLLOUT, rollout)
-    if ours or moves(rollout):
+    if ours:
         rollout_of(rollout.get("name")).refuse_keys(rollout)
 
 
