@@ -85,7 +85,9 @@ def apply_keys(config: DictConfig, overrides: Sequence[str] = (), program: str =
         return ""
     refuse_misplaced(config)
     on = program not in WITHOUT_SYNC and syncs(actor_rollout_ref, overrides)
-    ours = moves(rollout) or on_trainers_gpus(config)
+    # verl's V1 trainers sync engines on the trainer's GPUs by ``naive``, whatever the backend is
+    v1 = OmegaConf.select(config, "trainer.use_v1") and OmegaConf.select(config, "rollout.nnodes") is None
+    ours = moves(rollout) or bool(v1 and actor_rollout_ref.get("hybrid_engine", True))
     unserved = stepping_aside(actor_rollout_ref, overrides, ours) if on else ""
     without = f", without {', '.join(rest)}" if (rest := changed(rollout)) else ""
     if unserved or not on:
@@ -136,12 +138,6 @@ def backend_of(rollout: Any) -> str:
 def moves(rollout: Any) -> bool:
     """True if the weights travel by the plugin; verl's other checkpoint engines keep their own transfer."""
     return backend_of(rollout) in ("naive", SEPARATE_BACKEND)
-
-
-def on_trainers_gpus(config: Any) -> bool:
-    """True if engines share the trainer's GPUs, which verl's V1 trainers sync by ``naive``, whatever the backend is."""
-    v1 = OmegaConf.select(config, "trainer.use_v1") and OmegaConf.select(config, "rollout.nnodes") is None
-    return bool(v1 and config.actor_rollout_ref.get("hybrid_engine", True))
 
 
 def stepping_aside(actor_rollout_ref: Any, overrides: Sequence[str], ours: bool) -> str:
