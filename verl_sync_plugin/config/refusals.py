@@ -69,8 +69,7 @@ VALUES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     **{f"{MODEL}.{key}": (_count, _WHOLE, "for example 32") for key in ("lora.rank", "lora_rank")},
     **{f"{ROLLOUT}.{key}": (_count, _WHOLE, "for example 1") for key in SIZES},
     **{f"{ROLLOUT}.{key}": (lambda value: str(value).isdecimal(), _WHOLE, "for example 1") for key in OWN_GPUS},
-    f"{MODEL}.lora.alpha": (_number, "not a number", "for example 32"),
-    f"{MODEL}.lora_alpha": (_number, "not a number", "for example 32"),
+    **{f"{MODEL}.{key}": (_number, "not a number", "for example 32") for key in ("lora.alpha", "lora_alpha")},
     f"{MODEL}.lora.merge": (_boolean, "not a boolean", f"{MODEL}.lora.merge=True or False"),
 }
 
