@@ -70,10 +70,8 @@ def _register_hydra(_: Any) -> None:
 def _register_rollout(base: Any) -> None:
     registry = compat.offered(base, "_ROLLOUT_REGISTRY")
     for name in ROLLOUTS:
-        ours = rollout_of(name)
-        compat.refuse_stranger(
-            "rollout adapter", name, registry.get((name, compat.MODE)), (ours.STOCK_ADAPTER, ours.ADAPTER)
-        )
+        ours, found = rollout_of(name), registry.get((name, compat.MODE))
+        compat.refuse_stranger("rollout adapter", name, found, (ours.STOCK_ADAPTER, ours.ADAPTER))
         registry[name, compat.MODE] = ours.ADAPTER
 
 

@@ -9,10 +9,8 @@ of it goes; handing back a part made no training step faster. Why that is safe:
 - What the engine resumes has the same size in every step. It is measured on this rank's device in the first syncs,
   during which the cache always goes; what else was allocated meanwhile only makes it larger. What was freed meanwhile
   makes it smaller, so the most of several syncs and of all ranks counts: all engines of a run are alike.
-- The reserve is for what the engine allocates outside of its saver, above all activations: 1/``RESERVE_SHARE`` of the
-  device, which covers SGLang's own estimate for its defaults. An engine that says how much it really took
-  (``engine/session.py``) gets twice the most of all syncs and a gigabyte, and never less than 1/``LEAST_SHARE`` of the
-  device. Its prefill chunk bounds that, and the first rollouts usually fill one; the reserve grows with what it takes.
+- The reserve is for what the engine allocates outside of its saver, above all activations. Its prefill chunk bounds
+  that, and the first rollouts usually fill one; the reserve grows with what it says that it took.
 - The trainer's own allocator frees its cache by itself before it gives up.
 - Nobody else's memory is counted on: next to another engine on the same device the cache always goes.
 """

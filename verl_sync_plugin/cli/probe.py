@@ -133,7 +133,6 @@ def program_of(words: Sequence[str]) -> tuple[str, Sequence[str]]:
 def lint(words: Sequence[str]) -> dict[str, Any]:
     """Judges a run with these overrides as its driver and its workers do; ``line`` says who moves the weights."""
     import hydra
-    from hydra.core.global_hydra import GlobalHydra
     from omegaconf import OmegaConf
     from verl.utils.config import omega_conf_to_dataclass
 
@@ -156,7 +155,6 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
         if others := [word for word in overrides if word.startswith("-")]:
             raise ValueError(f"{others[0]}: only overrides, --config-path and --config-name are read. Leave it out.")
         program, folder = module.rpartition(".")[2], verl_configs().parent / given.config_path
-        GlobalHydra.instance().clear()
         with hydra.initialize_config_dir(str(folder), job_name=program, version_base=None):  # as verl
             config = hydra.compose(given.config_name, overrides)
         turned_off = OmegaConf.select(config, f"{KEY_PREFIX}.enabled") is False
@@ -184,17 +182,23 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
 def check_model(config: Any, overrides: Sequence[str]) -> list[Finding]:
     """Says of a composed config whether its model is served, and what a sync of it sends and takes. Its ``config.json``
     has to be on this machine, in a folder or in the cache of the Hugging Face Hub."""
+    from transformers.utils import cached_file
+
     from verl_sync_plugin.rollouts import rollout_of
 
     key, actor = "actor_rollout_ref.model.path", config.actor_rollout_ref
     path = str(actor.model.get("path"))
     if not any(override.lstrip("+").startswith(f"{key}=") for override in overrides):
         return []
-    if (folder := _folder_of(path)) is None:
+    found = None
+    with contextlib.suppress(OSError):
+        found = cached_file(os.path.expanduser(path), "config.json", local_files_only=True)
+    if found is None:
         if path == "None" or path.startswith(("/", "./", "../", "~")):
             return [warning("model", f"{key}={path}: there is no such folder on this machine", "correct the path")]
         text = f"{key}={path} is not on this machine, so whether it is served is not known here"
         return [warning("model", text, f"hf download {path} config.json, then ask again")]
+    folder = os.path.dirname(found)
     try:
         rollout_of(actor.rollout.name).refuse_checkpoint(folder, actor.model.get("override_config"), actor.rollout)
     except ValueError as error:
@@ -204,15 +208,6 @@ def check_model(config: Any, overrides: Sequence[str]) -> list[Finding]:
     except Exception as error:  # whatever transformers makes of a config
         text = f"{key}={path}: no model can be built from its config: {_one_line(error)}"
         return [warning("model", text[:400], "is transformers new enough, and is its code transformers' own?")]
-
-
-def _folder_of(path: str) -> str | None:
-    from transformers.utils import cached_file
-
-    with contextlib.suppress(OSError):
-        if found := cached_file(os.path.expanduser(path), "config.json", local_files_only=True):
-            return os.path.dirname(found)
-    return None
 
 
 def _sent(folder: str, config: Any) -> list[Finding]:

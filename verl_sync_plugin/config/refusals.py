@@ -69,8 +69,7 @@ VALUES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     **{f"{MODEL}.{key}": (_count, _WHOLE, "for example 32") for key in ("lora.rank", "lora_rank")},
     **{f"{ROLLOUT}.{key}": (_count, _WHOLE, "for example 1") for key in SIZES},
     **{f"{ROLLOUT}.{key}": (lambda value: str(value).isdecimal(), _WHOLE, "for example 1") for key in OWN_GPUS},
-    f"{MODEL}.lora.alpha": (_number, "not a number", "for example 32"),
-    f"{MODEL}.lora_alpha": (_number, "not a number", "for example 32"),
+    **{f"{MODEL}.{key}": (_number, "not a number", "for example 32") for key in ("lora.alpha", "lora_alpha")},
     f"{MODEL}.lora.merge": (_boolean, "not a boolean", f"{MODEL}.lora.merge=True or False"),
 }
 
@@ -98,7 +97,7 @@ def refuse_combinations(config: Any, moves: bool) -> None:
     backend = OmegaConf.select(config, BACKEND_KEY)
     separate = backend == SEPARATE_BACKEND
     rank, merge = lora_rank_of(model), bool(section(model, "lora", f"{MODEL}.lora").get("merge", False))
-    served = bool(rank) and not merge
+    served, use_v1 = bool(rank) and not merge, v1 and trainer.get("use_v1", True)
     pool, where = (rollout, ROLLOUT) if v1 else (config.rollout, "rollout")
     nodes, each = (int(pool.get(key, None) or 0) for key in OWN_GPUS)
     own = pool is not rollout and not OmegaConf.select(config, "async_training.use_dynamic_resource_scheduling")
@@ -112,7 +111,7 @@ def refuse_combinations(config: Any, moves: bool) -> None:
         kept = "the engine replaces an adapter only when no request uses it, and requests stay in the engine"
         refuse_first(
             f"{KEY_PREFIX}.pause={sync.pause!r} with ",
-            (not separate, f"{BACKEND_KEY}={backend}", only, f"Set {BACKEND_KEY}={SEPARATE_BACKEND}, or {abort}"),
+            (not separate, f"{BACKEND_KEY}={backend}", only, f"Set {OUR_BACKEND}, or {abort}"),
             (mode in COLOCATED_MODES, f"{MODE_KEY}={mode}", only, f"Set {MODE_KEY}={SEPARATE_ASYNC}, or {abort}"),
             ("async_training" in config, "verl's fully_async", newer, f"Set {abort}"),
             (served, adapter, kept, f"Set {abort}, or {merged}"),
@@ -122,7 +121,7 @@ def refuse_combinations(config: Any, moves: bool) -> None:
         few = f"the rollout has {gpus} GPUs of its own, and one engine needs {needed} ({', '.join(SIZES)})"
         none, both = "the rollout has no GPUs of its own", f"for example {where}.nnodes=1 {where}.n_gpus_per_node=4"
         shares = "the backend needs a rollout on GPUs of its own, which this trainer does not have"
-        legacy = v1 and not trainer.get("use_v1", True)
+        legacy = v1 and not use_v1
         other = "trainer.use_v1=False" if legacy else f"{MODE_KEY}={mode}"
         instead = f"Set trainer.use_v1=True and {MODE_KEY}={SEPARATE_ASYNC}, or {BACKEND_KEY}=naive"
         lacks, in_mode = not gpus and (mode == SEPARATE_ASYNC or own), mode and f" with {MODE_KEY}={mode}"
@@ -131,23 +130,20 @@ def refuse_combinations(config: Any, moves: bool) -> None:
             (lacks, in_mode, none, f"Set both, {both}"),
             (0 < gpus < needed, "", few, "Give it more, or make the engine smaller"),
         )
-        refuse_first(f"{BACKEND_KEY}={backend} with ", (legacy or mode in COLOCATED_MODES, other, shares, instead))
+        refuse_first(f"{OUR_BACKEND} with ", (legacy or mode in COLOCATED_MODES, other, shares, instead))
     if moves:
         engine = "megatron" if OmegaConf.select(config, f"{ACTOR}.strategy") == "megatron" else "fsdp_config"
         qat, late = "qat.enable=True", (OmegaConf.select(config, f"{ACTOR}.{engine}.{LATE[0].removesuffix('=True')}"))
         quantizes = OmegaConf.select(config, f"{ACTOR}.{engine}.qat.enable")
         refuse_first(f"{ACTOR}.{engine}.", (quantizes, qat, NO_QAT, "Set it to False"), (late, *LATE))
-    if moves and served:
-        base = "where the engine serves the adapter, only the base is compared"
-        refuse_first(
-            f"{KEY_PREFIX}.verify={sync.verify!r} with ",
-            (sync.verify not in ("never", "first"), adapter, base, f"Set {KEY_PREFIX}.verify=first, or {merged}"),
-        )
+        key, base = f"{KEY_PREFIX}.verify", "where the engine serves the adapter, only the base is compared"
+        row = (served and sync.verify not in ("never", "first"), adapter, base, f"Set {key}=first, or {merged}")
+        refuse_first(f"{key}={sync.verify!r} with ", row)
     if sync.max_probs_diff is not None:
         key, compares = f"{KEY_PREFIX}.max_probs_diff", "verl compares no probabilities of engine and trainer"
         logs = rollout.get("calculate_log_probs", False)
         bypasses = OmegaConf.select(config, "algorithm.rollout_correction.bypass_mode")
-        sees, use_v1 = "the plugin sees only their metrics", v1 and trainer.get("use_v1", True)
+        sees = "the plugin sees only their metrics"
         refuse_first(
             f"{key}={sync.max_probs_diff} with",
             (not logs, f" {ROLLOUT}.calculate_log_probs=False", compares, f"Set it to True, or remove {key}"),

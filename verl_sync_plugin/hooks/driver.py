@@ -85,7 +85,9 @@ def apply_keys(config: DictConfig, overrides: Sequence[str] = (), program: str =
         return ""
     refuse_misplaced(config)
     on = program not in WITHOUT_SYNC and syncs(actor_rollout_ref, overrides)
-    ours = moves(rollout) or on_trainers_gpus(config)
+    # verl's V1 trainers sync engines on the trainer's GPUs by ``naive``, whatever the backend is
+    v1 = OmegaConf.select(config, "trainer.use_v1") and OmegaConf.select(config, "rollout.nnodes") is None
+    ours = moves(rollout) or bool(v1 and actor_rollout_ref.get("hybrid_engine", True))
     unserved = stepping_aside(actor_rollout_ref, overrides, ours) if on else ""
     without = f", without {', '.join(rest)}" if (rest := changed(rollout)) else ""
     if unserved or not on:
@@ -138,19 +140,12 @@ def moves(rollout: Any) -> bool:
     return backend_of(rollout) in ("naive", SEPARATE_BACKEND)
 
 
-def on_trainers_gpus(config: Any) -> bool:
-    """True if engines share the trainer's GPUs, which verl's V1 trainers sync by ``naive``, whatever the backend is."""
-    v1 = OmegaConf.select(config, "trainer.use_v1") and OmegaConf.select(config, "rollout.nnodes") is None
-    return bool(v1 and config.actor_rollout_ref.get("hybrid_engine", True))
-
-
 def stepping_aside(actor_rollout_ref: Any, overrides: Sequence[str], ours: bool) -> str:
     """The line that says why stock verl moves the weights, as it does without the plugin; empty where the plugin can.
     Raises ValueError where one of our keys was given, or stock verl would train other parameters."""
     rollout, strategy = actor_rollout_ref.rollout, OmegaConf.select(actor_rollout_ref, "actor.strategy")
     engine = rollout_of(rollout.name)
-    cause = _unserved_trainer(actor_rollout_ref, strategy, engine.ENGINE)
-    cause = cause or (engine.left_to_verl(rollout) if ours else "")
+    cause = _unserved_trainer(actor_rollout_ref, strategy, engine.ENGINE) or (ours and engine.left_to_verl(rollout))
     if not cause:
         return ""
     if backend_of(rollout) == SEPARATE_BACKEND:
@@ -279,12 +274,13 @@ class SyncRolloutConfig(RolloutConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         # No driver has settled these where a program of the user's has composed the config, or a multirun
-        short, engine = getattr(self, BUCKET), self.checkpoint_engine
-        size = bucket_of(self) if is_on(self) else engine[BUCKET] if short is None else short
+        short, engine, on = getattr(self, BUCKET), self.checkpoint_engine, is_on(self)
+        size = bucket_of(self) if on else engine[BUCKET] if short is None else short
         if short is not None or moves(self):
             for config in (self, engine):
                 object.__setattr__(config, BUCKET, size)  # they are frozen
-        check_rollout(self)
+        if on:
+            check_rollout(self, moves(self))
         if self.name not in ROLLOUTS:
             return
         from verl.workers.rollout.base import _ROLLOUT_REGISTRY
@@ -295,13 +291,11 @@ class SyncRolloutConfig(RolloutConfig):
         compat.refuse_stranger("rollout replica", name, RolloutReplicaRegistry._registry[name], (ours.load_replica,))
 
 
-def check_rollout(rollout: Any, ours: bool = False) -> None:
-    """Checks all keys of a rollout config (dataclass or settled DictConfig)."""
-    if not is_on(rollout):
-        return
-    bucket_megabytes(rollout.get(BUCKET, None), rollout.checkpoint_engine[BUCKET])
+def check_rollout(rollout: Any, ours: bool) -> None:
+    """Checks the keys of a rollout config (dataclass or settled DictConfig) but for sizes; ``ours``: the plugin moves
+    the weights."""
     refuse_values(ROLLOUT, rollout)
-    if ours or moves(rollout):
+    if ours:
         rollout_of(rollout.get("name")).refuse_keys(rollout)
 
 
