@@ -276,9 +276,9 @@ def receiving(server: Client, bucket_bytes: int, sync: dict[str, Any]) -> tuple[
     from verl_sync_plugin.sync.separate import SeparateRollout
     from verl_sync_plugin.trainers.base import trainer_device
 
-    def make(membership: Any) -> SeparateRollout:
-        endpoint = ServerEndpoint(server, ranks=membership.engine_ranks)
-        return SeparateRollout(membership.ranks, endpoint, SyncConfig.from_mapping(sync), trainer_device())
+    def make(joint: Any, ranks: tuple[int, ...]) -> SeparateRollout:
+        endpoint = ServerEndpoint(server, ranks=ranks)
+        return SeparateRollout(joint, endpoint, SyncConfig.from_mapping(sync), trainer_device())
 
     return SyncCheckpointEngine(bucket_bytes, None, sync=sync, rollout="sglang"), SeparateReceiver(make).receive
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from weakref import proxy
 
 import torch
 
@@ -79,7 +80,8 @@ class PackTable:
     """
 
     def __init__(self, packer: Packer, buckets: Sequence[Bucket], found: Found | None = None) -> None:
-        self._packer, self._buckets, self._read_alone = packer, buckets, found is None
+        # A proxy, for the packer holds this: both go, with what is on the device, as soon as it is dropped
+        self._packer, self._buckets, self._read_alone = proxy(packer), buckets, found is None
         self.found = found or Found([base for bucket in buckets for base in bucket.bases], packer.copier.device)
         self._kinds: dict[int, int] | None = None
         self._table: Prepared | None = None

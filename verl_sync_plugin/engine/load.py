@@ -159,7 +159,7 @@ class ModelLoad:
 
     # --------------------------------------------------------------------------------------------------- the tables
     def _compile(self) -> None:
-        self._compiled, self._live = True, None
+        self._live = None
         self._copier = Copier(self.device, self._storages.flats)
         parts = read_parts(self.map, self._tensors.owners)
         self._hashed = [self._names[number] for number, _ in parts]  # the tensor of each sum
@@ -191,6 +191,7 @@ class ModelLoad:
         how = "the kernel" if self._copier.kernel else "plain copies"
         how = f"the model's own load ({self.map.own_load})" if self.map.own_load else how
         say(f"{len(self._names)} tensors go by {how}")
+        self._compiled = True
 
     def _cut(self, bucket: Bucket) -> _Work:
         copies, reads, whole = list[Block](), list[Block](), list[Entry]()
@@ -276,9 +277,7 @@ class ModelLoad:
             table.run(0, memory.starts)
         read.run(memory, self._read_sums, copy=False)
 
-    def _quantizing(
-        self, blocks: Sequence[Block], wheres: Sequence[_Where], homes: Sequence[int]
-    ) -> list[QuantizeTable]:
+    def _quantizing(self, blocks: list[Block], wheres: Sequence[_Where], homes: Sequence[int]) -> list[QuantizeTable]:
         """Tables of bf16 and of fp32 that goes to fp8. Raises ValueError where a matrix's scales lie in pieces."""
         if not blocks:
             return []
@@ -294,8 +293,7 @@ class ModelLoad:
             (scales,) = lies[name + SCALE]
             read = found.setdefault(torch.bfloat16 if block.grow == 2 else torch.float32, [])
             read += _rectangles(block, self._pieces[name], self._entries[name].shape[1], size[1], *scales)
-        cast = torch.bfloat16
-        return [QuantizeTable(each, (dtype, cast), size, self.device, homes) for dtype, each in found.items()]
+        return [QuantizeTable(each, (dtype, torch.bfloat16), size, self.device, homes) for dtype, each in found.items()]
 
     def forget_lives(self) -> None:
         """Regions are about to be unmapped; mapped again, they may lie elsewhere."""
@@ -365,10 +363,13 @@ def _rectangles(
     block: Block, pieces: Sequence[Run], columns: int, wide: int, scale_region: int, first_scale: int
 ) -> Iterator[Rectangle]:
     """The parts of a matrix in fp8 in a block of a trainer rank's values; its scales lie from ``first_scale`` on."""
+    low, high = block.position, block.position + (block.count - 1) * block.position_stride + block.width
+    # There may be many, and to compose one takes long
+    near = [p for p in pieces if p.source < high and low < p.source + (p.count - 1) * p.source_stride + p.width]
 
     def in_matrix(first: int, stride: int) -> Iterator[Run]:
         run = Run(first, block.position, block.width, block.count, stride, block.position_stride)
-        return (row for piece in pieces for each in compose(run, piece) for row in in_rows(each, columns))
+        return (row for piece in near for each in compose(run, piece) for row in in_rows(each, columns))
 
     read = in_matrix(block.source // block.grow, block.position_stride)
     written = in_matrix(block.target, block.target_stride)
@@ -381,13 +382,8 @@ def _rectangles(
 
 class HeldHashes:
     """Hashes what parameters hold of each part of a tensor: those in the order of the tensor at once, the others one by
-    one with their blocks.
-
-    Args:
-        parts: moves, each with the dtype in which its tensor is hashed, and that tensor's pieces: runs from the places
-            that count for the hash to its bytes.
-        copier: of the device that the parameters are on.
-    """
+    one with their blocks. ``parts`` are moves, each with the dtype in which its tensor is hashed, and that tensor's
+    pieces: runs from the places that count for the hash to its bytes."""
 
     def __init__(self, parts: Sequence[tuple[Move, str, Sequence[Run]]], copier: Copier) -> None:
         plain, self._turned = list[Block](), list[tuple[Move, str, Prepared]]()

@@ -171,10 +171,12 @@ def _unserved_trainer(actor_rollout_ref: Any, strategy: str, engine: str) -> str
     if megatron.get("use_megatron_fsdp"):
         return f"{ACTOR}.megatron.use_megatron_fsdp=True: weight sync does not read its shards"
     if megatron.get("vanilla_mbridge"):
-        refuse_values(MODEL, actor_rollout_ref.model)
-        refuse_megatron_lora(megatron, actor_rollout_ref.model)
-        served = "weight sync serves Megatron-Bridge, verl's default, and not the deprecated mbridge"
-        return f"{ACTOR}.megatron.vanilla_mbridge=True: {served}"
+        try:
+            refuse_megatron_lora(megatron, actor_rollout_ref.model)
+        except ValueError:
+            refuse_values(MODEL, actor_rollout_ref.model)  # a rank that is no number
+            raise
+        return f"{ACTOR}.megatron.vanilla_mbridge=True: weight sync serves Megatron-Bridge, verl's default"
     return ""
 
 

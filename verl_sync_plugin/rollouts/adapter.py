@@ -51,6 +51,7 @@ from verl_sync_plugin.sync.membership import Membership
 from verl_sync_plugin.sync.separate import SeparateRollout, manager_of
 from verl_sync_plugin.trainers.base import ShardStream, export_shards, refuse_plain_stream, trainer_device
 from verl_sync_plugin.transport.agreement import Ranks
+from verl_sync_plugin.transport.joint import JointRanks
 
 
 class SyncAdapter:
@@ -125,8 +126,7 @@ class SyncAdapter:
         """Puts the engine to sleep; harmless when it sleeps already."""
         say_unused("release", more)
         if self.config.free_cache_engine and self.leads:
-            tags = [KV_CACHE] if self.serves_adapter else [KV_CACHE, WEIGHTS]
-            await self.find_server().release_tags.remote(tags)
+            await self.find_server().release_tags.remote([KV_CACHE] if self.serves_adapter else [KV_CACHE, WEIGHTS])
 
     async def update_weights(self, weights: Any, global_steps: int | None = None, ends: bool = True, **_: Any) -> None:
         """Moves the trainer's weights into the engine. Collective over all trainer ranks. Raises SyncError where any
@@ -210,43 +210,39 @@ class SyncAdapter:
 
     def _make_manager(self, stream: ShardStream) -> ShardingManager:
         """This rank's sharding manager. Collective over all trainer ranks."""
-        config, device, ranks = self.config, trainer_device(), tuple(self.device_mesh["infer_tp"].mesh.tolist())
-        resumes_later = bool(config.free_cache_engine and self._stages[1])
-        endpoint = self._make_endpoint(self.leads, ranks, Ranks.after_loss, resumes_later)
+        config, rank, ranks = self.config, torch.distributed.get_rank(), self.device_mesh["infer_tp"].mesh.tolist()
+        device, resumes_later = trainer_device(), bool(config.free_cache_engine and self._stages[1])
+        endpoint = self._make_endpoint(self.leads, tuple(ranks), Ranks.after_loss, resumes_later)
         manager_class, megabytes = get_sharding_manager(stream.trainer, str(config.name)), bucket_of(config)
-        rank, name = torch.distributed.get_rank(), manager_class.__name__
-        say(f"actor rank {rank}: sharding manager {name}, buckets of {megabytes} MiB")
+        say(f"actor rank {rank}: sharding manager {manager_class.__name__}, buckets of {megabytes} MiB")
         manager = manager_class(stream.engine, endpoint, self._sync, megabytes << 20, device, str(config.dtype))
         manager.keeps_staging = not config.free_cache_engine  # until it is known what the engine resumes
         return manager
 
-    def _make_separate(self, membership: Membership) -> SeparateRollout:
+    def _make_separate(self, joint: JointRanks, ranks: tuple[int, ...]) -> SeparateRollout:
         """Collective over trainer and rollout ranks."""
-        assert membership.ranks is not None, "joined"
-        rank, ranks = membership.ranks.rank, membership.engine_ranks
-        place = ranks.index(rank)
+        place = ranks.index(joint.rank)
         # A server whose driver has released its KV cache flushes when that is back, whatever it is asked
-        endpoint = self._make_endpoint(place == 0, ranks, membership.ranks.after_loss)
-        say(f"rollout rank {rank}: engine rank {place} of {len(ranks)}, separate from the trainer")
-        return SeparateRollout(membership.ranks, endpoint, self._sync, trainer_device())
+        endpoint = self._make_endpoint(place == 0, ranks, joint.after_loss)
+        say(f"rollout rank {joint.rank}: engine rank {place} of {len(ranks)}, separate from the trainer")
+        return SeparateRollout(joint, endpoint, self._sync, trainer_device())
 
     def _make_endpoint(
         self, leads: bool, ranks: tuple[int, ...], after_death: str, resumes_later: bool = False
     ) -> RolloutEndpoint:
         """Refuses the engine's model, too, of which the driver may have had no checkpoint."""
         self.rollout.refuse_family(str(self.model_config.path), self.model_config.hf_config.to_dict(), self.config)
-        calls = calls_of(self.find_server(), after_death) if leads else None
-        real_weights = not str(self.config.load_format).startswith("dummy")
-        return RolloutEndpoint(
-            self.rollout, calls, ranks, real_weights, self._sync.timeout_seconds, awake_after_load=not resumes_later
-        )
+        server = self.find_server()  # on every rank: if there is none, nobody waits for the others
+        calls, real_weights = calls_of(server, after_death), not str(self.config.load_format).startswith("dummy")
+        given = self.rollout, calls if leads else None, ranks, real_weights, self._sync.timeout_seconds
+        return RolloutEndpoint(*given, awake_after_load=not resumes_later)
 
 
 class SeparateReceiver:
-    """The rollout adapter's part in the syncs of a separate rollout. ``make`` makes the manager, again whenever the
-    trainer and rollout ranks have changed."""
+    """The rollout adapter's part in the syncs of a separate rollout. ``make`` makes the manager of all ranks and those
+    next to this one's engine, again whenever they have changed."""
 
-    def __init__(self, make: Callable[[Membership], SeparateRollout]) -> None:
+    def __init__(self, make: Callable[[JointRanks, tuple[int, ...]], SeparateRollout]) -> None:
         self._make = make
         self._manager: SeparateRollout | None = None
         self._one = asyncio.Lock()
@@ -257,7 +253,10 @@ class SeparateReceiver:
         assert ranks is not None, "joined"
         async with self._one:  # a sync that has failed ends before the next one begins
             with membership.taking_part(ranks):
-                manager = self._manager = manager_of(ranks, self._manager, partial(self._make, membership))
+                if membership.ranks is not ranks:
+                    raise RuntimeError("a later sync has begun, in another group")
+                make = partial(self._make, ranks, membership.engine_ranks)
+                manager = self._manager = manager_of(ranks, self._manager, make)
                 await manager.update_weights([], global_steps)
                 await manager.finish([])
             await manager.endpoint.publish(manager.report)
