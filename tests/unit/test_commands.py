@@ -71,15 +71,12 @@ BROKEN, AGAIN = "ImportError: broken on purpose", "pip install --force-reinstall
 
 
 @real
-@pytest.mark.parametrize(
-    ("other", "code", "check", "text", "remedy"),
-    [
-        (other_plugin, TAKES, "import", TAKEN, LEAVE_OUT),
-        (other_plugin, LATER, "hook/rollout-config", TAKEN, LEAVE_OUT),
-        (broken, "rollouts/sglang/loader.py", "hook/engine-loader", BROKEN, AGAIN),
-        pytest.param(broken, "compat.py", "import", BROKEN, AGAIN, marks=pytest.mark.extended),
-    ],
-)
+@pytest.mark.parametrize(("other", "code", "check", "text", "remedy"), [
+    (other_plugin, TAKES, "import", TAKEN, LEAVE_OUT),
+    (other_plugin, LATER, "hook/rollout-config", TAKEN, LEAVE_OUT),
+    (broken, "rollouts/sglang/loader.py", "hook/engine-loader", BROKEN, AGAIN),
+    pytest.param(broken, "compat.py", "import", BROKEN, AGAIN, marks=pytest.mark.extended),
+])  # fmt: skip
 def test_another_plugin_or_a_broken_module(
     other: Callable[..., Path], code: str, check: str, text: str, remedy: str, tmp_path: Path
 ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import ray
@@ -16,6 +16,7 @@ from verl.checkpoint_engine.base import CheckpointEngineManager
 
 from verl_sync_plugin.errors import RegistryConflictError
 from verl_sync_plugin.hooks.separate import OutlivingManager, SyncCheckpointEngine
+from verl_sync_plugin.rollouts.adapter import SeparateReceiver
 
 
 @pytest.fixture
@@ -33,13 +34,10 @@ def members(**last: Any) -> list[Any]:
     return [*trainers, replace(one, **{"key": "r", "trainer": False, "device": "gpu-2", **last})]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("last", "text"),
-    [
-        ({"device": "gpu-1"}, r"trainer rank 1 of 2, rollout rank 0 of 1 compute on the same GPU \(gpu-1\)"),
-        ({"cumem": "0"}, r"NCCL_CUMEM_ENABLE differs .* rollout rank 0 of 1 has 0"),
-    ],
-)
+@pytest.mark.parametrize(("last", "text"), [
+    ({"device": "gpu-1"}, r"trainer rank 1 of 2, rollout rank 0 of 1 compute on the same GPU \(gpu-1\)"),
+    ({"cumem": "0"}, r"NCCL_CUMEM_ENABLE differs .* rollout rank 0 of 1 has 0"),
+])  # fmt: skip
 @pytest.mark.usefixtures("group")
 def test_ranks_that_nccl_cannot_join_are_refused(last: dict[str, str], text: str) -> None:
     with pytest.raises(ValueError, match=text):
@@ -55,6 +53,24 @@ def test_the_others_hear_of_a_stream_that_is_not_the_plugins() -> None:
     with pytest.raises(RegistryConflictError, match="plain weight stream"):
         asyncio.run(sender.send_weights(iter(()), 7))
     assert closed and member.ranks is None
+
+
+def test_a_sync_that_waited_while_a_later_group_came_ends_and_harms_none() -> None:
+    receiver = SeparateReceiver(lambda ranks, _: AsyncMock(agreement=Mock(ranks=ranks)))
+    member: Any = SyncCheckpointEngine(1 << 20, is_master=False, rollout="sglang")._membership
+    groups = [Mock(), Mock(), Mock()]
+
+    async def queued() -> list[Any]:
+        asked = []
+        async with receiver._one:  # a sync before these is still ending
+            for member.ranks in groups:
+                asked.append(asyncio.ensure_future(receiver.receive(member, 7)))
+                await asyncio.sleep(0)
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    *late, last = asyncio.run(queued())
+    assert all("in another group" in str(each) for each in late) and last is None, (late, last)
+    assert [group.close.called for group in groups] == [True, True, False] and member.ranks is groups[2]
 
 
 def actor(**answers: Any) -> Any:

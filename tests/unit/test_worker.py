@@ -80,19 +80,16 @@ def workers_of(trainer: Any) -> dict[Role, Any]:
     return {role: remote.__ray_actor_class__ for role, remote in trainer.role_worker_mapping.items()}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "ours", "shares_gpu"),
-    [
-        ((), True, None),
-        (("model_engine=megatron",), True, None),
-        ((f"{ROLLOUT}.name=vllm",), False, None),
-        ((f"{KEY_PREFIX}.enabled=False",), False, None),
-        (("model_engine=veomni",), False, None),
-        # another engine on the same device gets the cache back
-        ((f"{REWARD}.enable=True", f"{REWARD}.enable_resource_pool=True"), True, None),
-        ((f"{REWARD}.enable=True", f"{REWARD}.enable_resource_pool=False"), True, True),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "ours", "shares_gpu"), [
+    ((), True, None),
+    (("model_engine=megatron",), True, None),
+    ((f"{ROLLOUT}.name=vllm",), False, None),
+    ((f"{KEY_PREFIX}.enabled=False",), False, None),
+    (("model_engine=veomni",), False, None),
+    # another engine on the same device gets the cache back
+    ((f"{REWARD}.enable=True", f"{REWARD}.enable_resource_pool=True"), True, None),
+    ((f"{REWARD}.enable=True", f"{REWARD}.enable_resource_pool=False"), True, True),
+])  # fmt: skip
 def test_only_a_plugin_that_is_on_takes_the_workers_that_hold_a_rollout(
     overrides: tuple[str, ...], ours: bool, shares_gpu: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,16 +153,13 @@ def test_active_in_every_step_of_a_run_that_is_ours(monkeypatch: pytest.MonkeyPa
 DIFFERENCE = "training/rollout_probs_diff_mean"
 
 
-@pytest.mark.parametrize(
-    ("most", "mean", "valid", "said"),
-    [
-        (None, 0.9, 1, ""),
-        (0.02, 0.02, 1, ""),
-        (0.02, math.nan, 0, ""),  # there is no token
-        *((0.02, mean, 1, rf"{DIFFERENCE}={mean} .*\.max_probs_diff=0.02.*raise") for mean in (0.021, math.nan)),
-        (0.02, None, 1, f"verl logged no {DIFFERENCE}, which .*max_probs_diff=0.02"),
-    ],
-)
+@pytest.mark.parametrize(("most", "mean", "valid", "said"), [
+    (None, 0.9, 1, ""),
+    (0.02, 0.02, 1, ""),
+    (0.02, math.nan, 0, ""),  # there is no token
+    *((0.02, mean, 1, rf"{DIFFERENCE}={mean} .*\.max_probs_diff=0.02.*raise") for mean in (0.021, math.nan)),
+    (0.02, None, 1, f"verl logged no {DIFFERENCE}, which .*max_probs_diff=0.02"),
+])  # fmt: skip
 def test_a_difference_of_probabilities_beyond_the_key_stops_the_run(
     most: float | None, mean: float | None, valid: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,44 +202,35 @@ SPANNING = {"global_steps": 7, "min_global_steps": 5, "max_global_steps": 7}
 WHOLE = {"global_steps": 8}
 
 
-@pytest.mark.parametrize(
-    ("parts", "versions"),
-    [
-        ([("length", SPANNING)], (5, 7)),
-        ([("abort", SPANNING), ("length", WHOLE)], (5, 8)),
-        ([("abort", WHOLE), ("length", {"global_steps": 9})], (8, 9)),
-        ([("length", {"global_steps": None})], (None, None)),
-    ],
-)
+@pytest.mark.parametrize(("parts", "versions"), [
+    ([("length", SPANNING)], (5, 7)),
+    ([("abort", SPANNING), ("length", WHOLE)], (5, 8)),
+    ([("abort", WHOLE), ("length", {"global_steps": 9})], (8, 9)),
+    ([("length", {"global_steps": None})], (None, None)),
+])  # fmt: skip
 def test_versions_of_a_response(parts: Parts, versions: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     output = asyncio.run(client_of(monkeypatch, parts).generate("request", prompt_ids=[1], sampling_params={}))
     fields = output.extra_fields
     assert (fields["min_global_steps"], fields["max_global_steps"]) == versions and not parts
 
 
-@pytest.mark.parametrize(
-    ("name", "backend", "kind"),
-    [
-        ("sglang", "sync_plugin", "SeparateLLMServerClient"),
-        ("sglang", "nccl", "FullyAsyncLLMServerClient"),
-        ("sglang", "naive", "FullyAsyncLLMServerClient"),
-        ("vllm", "nccl", "FullyAsyncLLMServerClient"),
-    ],
-)
+@pytest.mark.parametrize(("name", "backend", "kind"), [
+    ("sglang", "sync_plugin", "SeparateLLMServerClient"),
+    ("sglang", "nccl", "FullyAsyncLLMServerClient"),
+    ("sglang", "naive", "FullyAsyncLLMServerClient"),
+    ("vllm", "nccl", "FullyAsyncLLMServerClient"),
+])  # fmt: skip
 def test_separate_rollouts_get_our_client(name: str, backend: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = client_of(monkeypatch, [], rollout_config(name, backend))
     assert type(found).__name__ == kind and found._only_hybrid
     assert type(pickle.loads(pickle.dumps(found))) is type(found)
 
 
-@pytest.mark.parametrize(
-    ("error", "gone"),
-    [
-        (ActorDiedError(), ["first"]),
-        # As Ray raises it here: the driver runs such a sync once more, or ends the run
-        (RayTaskError("generate", "", HalfWrittenError("a replica died")).as_instanceof_cause(), []),
-    ],
-)
+@pytest.mark.parametrize(("error", "gone"), [
+    (ActorDiedError(), ["first"]),
+    # As Ray raises it here: the driver runs such a sync once more, or ends the run
+    (RayTaskError("generate", "", HalfWrittenError("a replica died")).as_instanceof_cause(), []),
+])  # fmt: skip
 def test_the_unanswered_is_asked_again(error: Exception, gone: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Another server gets the request, and the router forgets the one that died."""
     ours = client_of(monkeypatch, [("length", WHOLE)])
