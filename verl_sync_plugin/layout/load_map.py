@@ -357,7 +357,6 @@ class Tensors:
 
     @cached_property
     def owners(self) -> dict[int, int]:
-        """See ``owners_of``."""
         return owners_of(self._buckets)
 
 

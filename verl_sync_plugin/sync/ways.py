@@ -113,7 +113,7 @@ class Way(ABC):
 
     @abstractmethod
     def _begin(self, sync: Sync) -> str:
-        """Of a rank that packs, what ``fill`` does; returns the stage that its ranks settle."""
+        """Does what ``fill`` is, on a rank that packs; returns the stage that its ranks settle."""
 
     def handshake(self, sync: Sync, known: str) -> Ready:
         """Opens the sync with this rank's engine rank, whose channel the sender has adopted; not collective. ``known``
