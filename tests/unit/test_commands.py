@@ -26,7 +26,6 @@ import verl
 
 from fresh_process import Told, broken, doctor, first_in_path, other_plugin
 from verl_sync_plugin.cli import main
-from verl_sync_plugin.rollouts import sglang
 from verl_sync_plugin.trainers import base
 from verl_sync_plugin.transport import memory
 
@@ -202,7 +201,7 @@ def test_a_hook_that_fails(tell: Callable[..., Told], monkeypatch: pytest.Monkey
     """transformers hides what stops an import of its own. Hooks of the engine need a GPU to be judged."""
     error = ModuleNotFoundError("Could not import module 'A'")
     error.__cause__ = RuntimeError("nms")
-    monkeypatch.setattr(sglang, "LOADER_MODULE", "no.such.module")
+    monkeypatch.setattr("verl_sync_plugin.rollouts.sglang.LOADER_MODULE", "no.such.module")
     told = tell()
     assert told.bad == {"hook/engine-loader": WARNING}
     assert "on a node with GPUs" in told.findings["hook/engine-loader"]["remedy"]

@@ -8,8 +8,7 @@ import pytest
 import torch
 from receiving import BF16, Sender, Tensors, Weights, map_of
 
-from verl_sync_plugin.engine.introduce import is_turned
-from verl_sync_plugin.layout.load_map import Box, LoadMap, Move, unwritten, wire_dtypes
+from verl_sync_plugin.layout.load_map import LoadMap, unwritten, wire_dtypes
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 
 FP32, LENGTH = torch.float32, 64
@@ -282,8 +281,3 @@ def test_layers_that_predict_further_tokens_may_be_left_alone() -> None:
 def test_a_vision_tower_may_be_left_alone_by_an_engine_without_one(name: str) -> None:
     assert skips(name, has_vision=False) and skips(name, has_vision=None)
     assert not skips(name, has_vision=True) and not skips(name)
-
-
-def test_the_columns_of_a_rank_are_no_other_order_however_short() -> None:
-    columns, turned = Box(0, 0, ((16, 6, 3), (3, 1, 1))), Box(0, 0, ((16, 1, 6), (6, 16, 1)))
-    assert [is_turned(Move(0, 0, "float32", box)) for box in (columns, turned)] == [False, True]

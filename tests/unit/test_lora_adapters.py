@@ -17,7 +17,6 @@ from transformers.pytorch_utils import Conv1D
 from contract.fsdp_models import ModelConfig, merging_source
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.tensors import Shard
-from verl_sync_plugin.lora.peft import Adapters
 from verl_sync_plugin.rollouts import rollout_of
 from verl_sync_plugin.sharding_manager import get_sharding_manager
 
@@ -107,7 +106,7 @@ def test_a_convolution_is_refused_by_name() -> None:
     model = Model(4, 4, 3)
     model.conv1d = torch.nn.Conv1d(4, 4, 3)
     with pytest.raises(ValueError, match=r"'base_model.model.conv1d' is a Conv1d: .*exclude_modules"):
-        Adapters(adapted(model))
+        merging_source(adapted(model))
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,14 @@ LOADS: dict[str, tuple[tuple[int, ...], torch.dtype, Load]] = {
     "interleaved": ((ROWS, 2 * COLUMNS), BF16, lambda p, t: (p.fill_(5), p[:, ::2].copy_(t))),
     "padded": ((ROWS + 8, COLUMNS), BF16, lambda p, t: (p[:ROWS].copy_(t), p[ROWS:].fill_(-0.0))),
     "rows": ((ROWS // 2, COLUMNS), BF16, lambda p, t: p.copy_(t[ROWS // 2 :])),
+    "short": ((ROWS, 3), BF16, lambda p, t: p.copy_(t[:, :3])),
     "transposed": ((COLUMNS, ROWS), BF16, lambda p, t: p.copy_(t.t())),
     "turned": ((ROWS, COLUMNS // 4, 4), BF16, lambda p, t: p.copy_(t.view(ROWS, 4, COLUMNS // 4).transpose(1, 2))),
     "whole": ((ROWS, COLUMNS), BF16, lambda p, t: p.copy_(t)),
     "wide": ((ROWS, COLUMNS), FP32, lambda p, t: p.copy_(t)),
 }
-PLAIN = ("apart", "columns", "padded", "rows", "whole")  # what may be read in place
-IN_PART = {"columns", "rows"}
+PLAIN = ("apart", "columns", "padded", "rows", "short", "whole")  # what may be read in place
+IN_PART = {"columns", "rows", "short"}
 
 
 class Model(torch.nn.Module):
