@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,12 @@ def _lane(block: Block) -> int:
     return 2 if (read | written) % 2 == 0 else 1
 
 
+def _numbered(many: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of ``many`` rows each: to which each row belongs, and its number there."""
+    of = np.repeat(np.arange(len(many)), many)
+    return of, np.arange(len(of)) - np.repeat(np.cumsum(many) - many, many)
+
+
 def _rows(blocks: Sequence[Block], tall: bool) -> np.ndarray:
     """Blocks cut into rows, in their order: int64 of shape ``(n, 10)``, in bytes."""
     fields = [
@@ -47,10 +53,8 @@ def _rows(blocks: Sequence[Block], tall: bool) -> np.ndarray:
     table = np.array(fields, dtype=np.int64)
     step = np.maximum(1, ROW_BYTES // table[:, 3]) if tall else np.ones(len(table), dtype=np.int64)  # runs per row
     columns = np.ones_like(step) if tall else -(-table[:, 3] // ROW_BYTES)  # rows per run
-    many = -(-table[:, 4] // step) * columns
-    of = np.repeat(np.arange(len(table)), many)  # the block of each row
-    row = np.arange(len(of)) - np.repeat(np.cumsum(many) - many, many)  # its number in the block
-    run, column = np.divmod(row, columns[of])
+    of, number = _numbered(-(-table[:, 4] // step) * columns)
+    run, column = np.divmod(number, columns[of])
     first, offset = run * step[of], column * ROW_BYTES
     source, target, position, width, count, by, target_by, position_by, region, group, grow = table[of].T
     per_run = width if tall else np.minimum(width - offset, ROW_BYTES)
@@ -113,8 +117,7 @@ class KernelTable:
                 kinds.setdefault((_lane(block), tall, block.grow == 2, block.dtype), []).append(block)
         self._pointers = _Pointers(device)
         self._parts = []
-        for kind, alike in kinds.items():
-            lane, tall, cast, _ = kind
+        for (lane, tall, cast, dtype), alike in kinds.items():
             rows = _rows(alike, tall)
             if len(homes):
                 rows = rows[alternating(np.array(homes)[rows[:, 6]], rows[:, 8])]
@@ -123,7 +126,7 @@ class KernelTable:
             wide[:, 4:] //= lane
             narrow[:, 2:] //= lane
             parts = [torch.from_numpy(np.ascontiguousarray(part.T)).to(device) for part in (wide, narrow)]
-            self._parts.append((kind, parts))
+            self._parts.append(((lane, tall, cast, dtype), parts))
 
     def run(
         self, memory: Memory, sums: torch.Tensor, copy: bool = True, flags: torch.Tensor | None = None, target: int = 0
@@ -180,18 +183,22 @@ class Rectangle(NamedTuple):
     position: int = 0
     group: int = 0
 
-    def rows(self, high: int, wide: int) -> np.ndarray:
-        """Rows of the kernel's table, each in one line of blocks of ``high`` times ``wide``."""
-        y = np.arange(-(self.row % high), self.lines, high).clip(0)[:, None]
-        x = np.arange(-(self.column % wide), self.columns, wide * BAND).clip(0)
-        read, written = y * self.stride + x, y * self.target_stride + x
-        scale = (self.row + y) // high * self.scales + (self.column + x) // wide + self.scale
-        below, right = np.diff(y, axis=0, append=self.lines), np.diff(x, append=self.columns)
-        found = (
-            self.region, self.source + read, self.target + written, self.position + read, self.stride,
-            self.target_stride, below, right, (self.column + x) % wide, self.scale_region, scale, self.group,
-        )  # fmt: skip
-        return np.stack(np.broadcast_arrays(*found), -1).reshape(-1, len(found))
+
+def _bands(rectangles: Iterable[Rectangle], high: int, wide: int) -> np.ndarray:
+    """Rows of the kernel's table, each in one line of blocks of ``high`` times ``wide``: int64 of shape ``(n, 12)``."""
+    table = np.array(list(rectangles), dtype=np.int64).reshape(-1, len(Rectangle._fields))
+    across = -(-(table[:, 1] % wide + table[:, 3]) // (wide * BAND))
+    of, number = _numbered(-(-(table[:, 0] % high + table[:, 2]) // high) * across)
+    r: Any = Rectangle(*table[of].T)
+    down, right = np.divmod(number, across[of])
+    top, left = down * high - r.row % high, right * wide * BAND - r.column % wide
+    y, x = top.clip(0), left.clip(0)
+    read, written, below = y * r.stride + x, y * r.target_stride + x, np.minimum(top + high, r.lines) - y
+    return np.stack((
+        r.region, r.source + read, r.target + written, r.position + read, r.stride, r.target_stride, below,
+        np.minimum(left + wide * BAND, r.columns) - x, (r.column + x) % wide, r.scale_region,
+        (r.row + y) // high * r.scales + (r.column + x) // wide + r.scale, r.group,
+    ), 1)  # fmt: skip
 
 
 class QuantizeTable:
@@ -209,7 +216,7 @@ class QuantizeTable:
         self, rectangles: Iterable[Rectangle], dtypes: tuple[torch.dtype, torch.dtype], block: tuple[int, int],
         device: torch.device, homes: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        rows = np.concatenate([np.empty((0, 12), np.int64), *(each.rows(*block) for each in rectangles)])
+        rows = _bands(rectangles, *block)
         if len(homes):
             rows = rows[alternating(np.array(homes)[rows[:, 0]], rows[:, 6] * rows[:, 7])]
         _, source, target, position, stride, target_stride, _, columns, before, *_ = rows.T

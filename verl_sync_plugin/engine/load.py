@@ -32,14 +32,7 @@ from verl_sync_plugin.engine.introduce import (
     views_of,
 )
 from verl_sync_plugin.engine.model import EngineModel, FusedPairs, partner_of
-from verl_sync_plugin.layout.load_map import (
-    LoadMap,
-    Move,
-    Tensors,
-    held_parts,
-    read_parts,
-    size_of,
-)
+from verl_sync_plugin.layout.load_map import LoadMap, Move, Tensors, held_parts, read_parts, size_of
 from verl_sync_plugin.layout.strided import Partition, Run, compose, in_rows
 from verl_sync_plugin.layout.tensors import SCALE, Bucket, Entry, dtype_name, hulls_of
 from verl_sync_plugin.log import say, some

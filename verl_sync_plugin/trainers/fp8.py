@@ -144,19 +144,16 @@ class QuantizingSource(ParameterSource):
         self._done.clear()
         self._inner.release()
         if self._found is not self._inner.kept:
-            self._forget()
-
-    def _forget(self) -> None:
-        self._found, self._made = (), []
-        self._launches.clear()
+            self._found, self._made = (), []
+            self._launches.clear()
 
     def shards(self) -> list[Shard]:
         self._done.clear()
         found = self._inner.shards()
         self.group = self._inner.group
         if found is not self._found or not self._made:
-            self._forget()
-            self._bases, known = (), self._bases
+            self._launches.clear()
+            self._made, self._bases, known = [], (), self._bases
             if (bases := tuple(shard.base for shard in found)) != known:
                 self._lay_out(bases)
             self._bases, self._found = bases, found
@@ -321,10 +318,9 @@ class QuantizingSource(ParameterSource):
 
     def _tables_of(self, parts: Iterable[_Part], groups: Mapping[str, int], measure: bool) -> tuple[_Tables, list[int]]:
         alike, left = dict[torch.dtype, list[tuple[_Part, torch.Tensor]]](), list[int]()
+        if not self._kernel:
+            return [], [number for number, _ in enumerate(parts)]
         for number, (piece, part) in enumerate(parts):
-            if not self._kernel:
-                left.append(number)
-                continue
             shard = self._found[piece.inner]
             run = shard.local() if shard.run is None else shard.run
             if shard.merge is not None or run.device != self._device or not run.is_contiguous():
