@@ -39,8 +39,7 @@ def said(folder: Path, code: str, **environment: str) -> str:
 
 def passed(*arguments: str, **environment: str) -> str:
     """Returns what a pytest of its own says, none of whose tests has failed; paths are in this folder."""
-    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    run = _run(Path(__file__).parent, words, environment, 500)
+    run = _run(Path(__file__).parent, ["-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments], environment, 500)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     return run.stdout
 

@@ -18,8 +18,7 @@ def say(text: str) -> None:
 
 def some(names: Sequence[str]) -> str:
     """The first few names, and how many more there are."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def by_reason(what: str, found: Iterable[tuple[str, str]]) -> list[str]:

@@ -51,8 +51,7 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: i
     """A real forward, backward and update; weight decay moves every parameter. Buffers change too."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, VOCABULARY, (2, 9), generator=generator)
-    loss = model(input_ids=tokens, labels=tokens).loss
-    loss.backward()
+    model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     for _, buffer in model.named_buffers():

@@ -164,7 +164,10 @@ def test_sources_that_cannot_be_synced_are_refused_by_name() -> None:
         assert "parameter 'w' has placements" in text and "full_tensor()" in text, text
     cut = {"w": DTensor.from_local(torch.ones(4), one, [Shard(0)])}
     cut["v"] = DTensor.from_local(torch.ones(4), two, [Replicate(), Shard(0)])
+    fsdp1, half = partial(FullyShardedDataParallel, device_id=torch.device("cpu")), torch.nn.Linear(2, 2)
+    half.weight = torch.nn.Parameter(DTensor.from_local(torch.ones(1, 2), two, [Replicate(), Shard(0)]))
     unknown: list[tuple[Any, type[Exception], str]] = [
+        (fsdp1(half, ignored_states=[half.weight]), ValueError, "weight are cut over different meshes, or one that"),
         (cut, ValueError, "parameters w, v are cut over different meshes"),
         (SimpleNamespace(engine_config=SimpleNamespace(strategy="torchtitan")), ValueError, "use one of fsdp"),
         ("weights", TypeError, "a str cannot be synced"),
@@ -174,7 +177,6 @@ def test_sources_that_cannot_be_synced_are_refused_by_name() -> None:
     ]
     for source, error, words in unknown:
         assert words in raised_alike(error, Given({}).take, source)
-    fsdp1 = partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
     for wrapped, kind in ((DistributedDataParallel, "fsdp2"), (fsdp1, "fsdp")):
         module: Any = torch.nn.Linear(2, 2)
         module.config = SimpleNamespace(model_type="none")

@@ -87,8 +87,7 @@ class World:
         self._arm(cell)
         started = time.monotonic()
         answers = self._faulty(cell)
-        seconds = time.monotonic() - started
-        text = self._check(cell, answers, seconds, {old, self._new})
+        text = self._check(cell, answers, time.monotonic() - started, {old, self._new})
         if cell.must_restart:
             self._check_restart(cell, text)
         else:

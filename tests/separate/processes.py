@@ -167,8 +167,7 @@ def _merged(full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             of = name.replace("base_layer.weight", "{}.default.weight")
             if of != name:
                 tensor = tensor + SCALING * full[of.format("lora_B")] @ full[of.format("lora_A")]
-            plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
-            found[plain] = tensor
+            found[name.removeprefix("base_model.model.").replace(".base_layer", "")] = tensor
     return found
 
 

@@ -197,8 +197,7 @@ def test_whose_bytes_are_counted() -> None:
     )
     with pytest.raises(ValueError, match="odd, strange: tensors that share bytes have to share all of them"):
         maps.owners_of(wrong)
-    numbers = numbers_of(buckets)
-    assert list(numbers) == ["embed", "head", "z"]
+    assert list(numbers_of(buckets)) == ["embed", "head", "z"]
     owners = maps.owners_of(buckets)
     assert owners == {0: 1, 1: 1, 2: 2}
     copied = moved((0, WHOLE), (1, UPPER), not_copied=(NotCopied(2, "", "", ()),))

@@ -147,8 +147,7 @@ def written(folder: Path, *lines: Any, name: str = "reports.jsonl") -> Path:
 
 def page_of(file: Path, *options: str) -> Page:
     assert main(["report", str(file), *options]) == 0
-    folder = file if file.is_dir() else file.parent
-    return Page((folder / "sync-report.html").read_text(encoding="utf-8"))
+    return Page(((file if file.is_dir() else file.parent) / "sync-report.html").read_text(encoding="utf-8"))
 
 
 def test_figures_are_those_of_the_file_and_nothing_points_elsewhere(tmp_path: Path) -> None:

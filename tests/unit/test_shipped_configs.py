@@ -69,7 +69,8 @@ def collect(file: Path) -> None:
         case = " ".join([program, str(folder.relative_to(PACKAGE)), name, *overrides])
         configs[case] = OmegaConf.to_container(config, resolve=False)
     modules = [importlib.import_module(main.module).__name__ for main in mains()]
-    file.write_text(json.dumps({"mains": modules, "configs": configs, "plugin": "verl_sync_plugin.plugin" in sys.modules}))
+    loaded = "verl_sync_plugin.plugin" in sys.modules
+    file.write_text(json.dumps({"mains": modules, "configs": configs, "plugin": loaded}))
 
 
 def test_every_main_is_there_and_every_config_holds_verls_values(tmp_path: Path) -> None:

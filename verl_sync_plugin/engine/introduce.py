@@ -243,7 +243,7 @@ class _Introduction:
         wrong = self._misplaced()
         for name in sorted(wrong - self._not_copied.keys()):
             raise self._other(f"puts {name} elsewhere with real tensors than without them")
-        self._unplaced.update((name, self._not_copied[name]) for name in wrong)
+        self._unplaced.update((name, self._not_copied[name]) for name in sorted(wrong))
         self._moves = [move for move in self._moves if self._names[move.tensor] not in self._unplaced]
         lasting = [each for each in self._constants if _holds(each, flats[each.storage])]
         if len(lasting) < len(self._constants):

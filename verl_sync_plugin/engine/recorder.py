@@ -104,7 +104,7 @@ class _Recorder(TorchDispatchMode):
         # In inference mode ``to`` and ``reshape`` come whole, and count as views, although they may copy
         self._views = not torch.is_inference_mode_enabled()
         self._derived: dict[int, set[str]] = {}  # results of anything else, by storage
-        self._joined: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor], int]] = {}  # of cat; parts, dimension
+        self._joined: dict[int, tuple[torch.Size, Sequence[torch.Tensor], int]] = {}  # of cat; parts, dimension
         self._zeroed: set[int] = set()  # storages of sources that the load has filled with zeros
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -133,7 +133,7 @@ class _Recorder(TorchDispatchMode):
         return found
 
     def _refuse(self, names: Iterable[str], why: str, taken: bool = False, computed: bool = False) -> None:
-        for name in names:
+        for name in sorted(names):  # equal ranks make equal maps
             self.recording.refused.setdefault(name, why)
         if taken:
             self.recording.taken.update(names)
@@ -153,7 +153,7 @@ class _Recorder(TorchDispatchMode):
             writes.append(Write("", target.detach(), 0.0))
         elif storage in self.names:
             writes.append(Write(self.names[storage], target.detach(), source))
-        elif joined is not None and joined.shape == source.shape == target.shape and source.is_contiguous():
+        elif joined == source.shape == target.shape and source.is_contiguous():
             pieces = target.detach().split([part.shape[dim] for part in parts], dim)
             writes.extend(Write(self.names[storage_of(p)], piece, p) for p, piece in zip(parts, pieces, strict=True))
         else:
@@ -162,7 +162,7 @@ class _Recorder(TorchDispatchMode):
 
     def _refuse_written(self, names: Iterable[str], why: str, target: torch.Tensor) -> None:
         self._refuse(names, why, taken=True)
-        self.recording.writes.extend(Write(name, target.detach()) for name in names)
+        self.recording.writes.extend(Write(name, target.detach()) for name in sorted(names))
 
     def _reinterprets(self, target: torch.Tensor, source: torch.Tensor) -> bool:
         """True if either side is viewed as other elements than it has."""
@@ -217,7 +217,7 @@ class _Recorder(TorchDispatchMode):
         if not as_given or not self._zeroed.isdisjoint(storages):
             return False
         dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(result.dim(), 1)
-        self._joined[storage_of(result)] = result, args[0], dim
+        self._joined[storage_of(result)] = result.shape, args[0], dim
         return True
 
 

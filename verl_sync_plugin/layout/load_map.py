@@ -205,8 +205,7 @@ def spans_of(found: Sequence[np.ndarray]) -> Spans:
     pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
     reached = np.maximum.accumulate(pairs[:, 1])
     first = np.concatenate(([True], pairs[1:, 0] > reached[:-1]))
-    last = np.concatenate((first[1:], [True]))
-    return np.stack((pairs[first, 0], reached[last]), 1)
+    return np.stack((pairs[first, 0], reached[np.concatenate((first[1:], [True]))]), 1)
 
 
 def without(one: Spans, other: Spans) -> Spans:

@@ -84,10 +84,11 @@ class FactorStore:
         found: dict[str, torch.Tensor] = {}
         for bases, _, parts in batches:
             sizes = [_block(base) for base in bases.values()]
-            joined = parts.new_empty(parts.numel())  # the blocks of all ranks, factor by factor
-            lengths = [len(parts) * size for size in sizes]
-            places = [blocks.view(len(parts), -1) for blocks in joined.split(lengths)]
-            torch.split_with_sizes_copy(parts, sizes, dim=1, out=places)
+            joined, lengths = parts.view(-1), [len(parts) * size for size in sizes]
+            if len(parts) > 1:  # to the blocks of all ranks, factor by factor
+                joined = torch.empty_like(joined)
+                places = [blocks.view(len(parts), -1) for blocks in joined.split(lengths)]
+                torch.split_with_sizes_copy(parts, sizes, dim=1, out=places)
             blocks = joined.to(dtype or joined.dtype).split(lengths)
             found.update((key, _whole(base, each)) for (key, base), each in zip(bases.items(), blocks, strict=True))
         return found

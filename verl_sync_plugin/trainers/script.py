@@ -68,9 +68,9 @@ def kind_of(source: Any) -> str:
     if not isinstance(source, torch.nn.Module):
         raise TypeError(f"a {type(source).__name__} cannot be synced. Give {KINDS}.")
     if isinstance(source, FullyShardedDataParallel):
+        refuse_meshes(source.named_parameters(), 0)
         return "fsdp"
-    inner = [name for name, module in source.named_modules() if isinstance(module, FullyShardedDataParallel)]
-    if inner:
+    if inner := [name for name, module in source.named_modules() if isinstance(module, FullyShardedDataParallel)]:
         raise ValueError(f"module {inner[0]!r} is wrapped by FSDP1 and the root is not. Wrap the root, too.")
     if not hasattr(model := unwrapped(source), "config"):
         raise ValueError(
@@ -81,13 +81,13 @@ def kind_of(source: Any) -> str:
     return "fsdp2"
 
 
-def refuse_meshes(named: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises ValueError, with the remedy, for DTensors that are cut over more than one mesh."""
+def refuse_meshes(named: Iterable[tuple[str, torch.Tensor]], most: int = 1) -> None:
+    """Raises ValueError, with the remedy, for DTensors that are cut over more meshes; FSDP1 has one of its own."""
     meshes = {tensor.device_mesh: name for name, tensor in named if isinstance(tensor, DTensor) and cut(tensor)}
-    if len(meshes) > 1:
+    if len(meshes) > most:
         raise ValueError(
-            f"parameters {', '.join(meshes.values())} are cut over different meshes; a sync supports one. Give a "
-            "state dict in which full_tensor() has made those of the other meshes whole."
+            f"parameters {', '.join(meshes.values())} are cut over different meshes, or one that is not FSDP1's; a "
+            "sync supports one. Give a state dict in which full_tensor() has made those of the other meshes whole."
         )
 
 
