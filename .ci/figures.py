@@ -17,6 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURE = re.compile(r"(\d+\.\d+|\d+(?= ms)) (s|ms)\b")
+NO_SECONDS = re.compile(r"/outer/(?!paused)|correlation")  # a second clock of the same calls
 GENERATED = re.compile(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", re.DOTALL)
 
 
@@ -38,7 +39,8 @@ def seconds_in(result: Path) -> set[float]:
     for run in json.loads(result.read_text(encoding="utf-8"))["runs"]:
         groups = defaultdict[str, list[float]](list)
         for path, value in numbers({key: run[key] for key in ("stages", "samples")}):
-            groups[path].append(value)
+            if not NO_SECONDS.search(path):
+                groups[path].append(value)
         for group in groups.values():
             known |= {*group, statistics.median(group), statistics.median(group[1:] or group)}
     return known

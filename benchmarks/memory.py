@@ -93,8 +93,7 @@ def ballast(gb: float, gpus: int) -> Iterator[None]:
     if not gb:
         yield
         return
-    code = f"from benchmarks.memory import take_ballast; take_ballast({gb}, {gpus})"
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", f"from benchmarks.memory import take_ballast; take_ballast({gb}, {gpus})"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         try:

@@ -232,8 +232,7 @@ def main(argv: list[str] | None = None) -> int:
             way = Way(name, made, folder, args)
             runs.append(run_of(args, name, made.loop.run_until_complete(way.samples())))
             way.close()
-            result = common.result_of(args.case, command_line("pauses", args), runs)
-            common.write_result(args.out, result)
+            common.write_result(args.out, common.result_of(args.case, command_line("pauses", args), runs))
     return 0
 
 

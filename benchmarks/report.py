@@ -106,7 +106,7 @@ def phase_rows(results: list[Result]) -> Iterable[list[str]]:
             variant, samples, phase = run["variant"], run["samples"], run["stages"]["phase"]
             every = [sync["stages"]["phase"] for sync in counted(run)]
             steps = median(samples.get("verl_step_s", [])[1:])
-            host = samples.get("host_used_bytes")
+            host = max(samples.get("host_used_bytes", [0])) - run["settings"].get("host_before_bytes", 0)
             yield [
                 result["case"],
                 f"{variant} (cut short)" if run["settings"].get("exit_status") else variant,
@@ -119,8 +119,13 @@ def phase_rows(results: list[Result]) -> Iterable[list[str]]:
                 ", ".join(seconds(sync["stages"]["phase"]) for sync in (samples["first_sync"], samples["syncs"][0])),
                 f"{phase / steps:.1%}" if steps else "–",
                 gibibytes(run["peak_device_bytes"]),
-                gibibytes(max(host) - run["settings"]["host_before_bytes"] if host else None),
+                gibibytes(host if host > 0 else None),
             ]
+
+
+def commits_of(result: Result) -> list[str]:
+    """The commits of a result's runs, which may be of several visits."""
+    return list(dict.fromkeys(run["settings"].get("commit", result["commit"]) for run in result["runs"]))
 
 
 def headline(results: list[Result]) -> list[Result]:
@@ -131,7 +136,7 @@ def headline(results: list[Result]) -> list[Result]:
     """
     of_case = {result["case"]: result for result in results}
     found = [of_case[case] for case in HEADLINE if case in of_case]
-    if len(commits := {result["commit"] for result in found}) > 1:
+    if len(commits := {commit for result in found for commit in commits_of(result)}) > 1:
         raise ValueError(f"the README's table is of {len(commits)} commits: {', '.join(sorted(commits))}")
     return found
 
@@ -316,7 +321,7 @@ def where_lines(results: list[Result]) -> list[str]:
         machine, versions = result["machine"], result["versions"]
         device = f"{machine.get('gpus')} × {machine['gpu']}" if machine["gpu"] else f"CPU ({machine.get('cpu')})"
         known = [f"{name} {versions[name]}" for name in ("verl", "sglang", "torch") if name in versions]
-        named = f"`{result['case']}` ({result['commit'][:7]}, {result['date']})"
+        named = f"`{result['case']}` ({', '.join(each[:7] for each in commits_of(result))}, {result['date']})"
         cases.setdefault(", ".join([device, *known]), []).append(named)
     return ["", *(f"- {stack}: {', '.join(named)}." for stack, named in cases.items())]
 

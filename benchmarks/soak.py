@@ -68,8 +68,7 @@ def growth_of(samples: list[dict[str, Any]], syncs: int, device: str) -> dict[st
     for name in (*ALLOWED, *(["seconds"] if device == "cuda" else [])):
         early, late = (_window_median(samples, name, window, syncs) for window in (EARLY, LATE))
         if early is not None and late is not None:
-            allowed = ALLOWED.get(name, early * ALLOWED_SECONDS_SHARE)
-            found[name] = {"early": early, "late": late, "allowed": allowed}
+            found[name] = {"early": early, "late": late, "allowed": ALLOWED.get(name, early * ALLOWED_SECONDS_SHARE)}
     return found
 
 

@@ -553,8 +553,7 @@ def measure(way: Any, bench: Any, repeat: int) -> dict[str, Any]:
         started = time.perf_counter()
         report = way.sync()
         gauges.synchronize()
-        seconds = time.perf_counter() - started
-        samples.append({"seconds": round(seconds, 6), "report": report})
+        samples.append({"seconds": round(time.perf_counter() - started, 6), "report": report})
         print(json.dumps(samples[-1]), flush=True)
         if number == 0:
             other = bench.server.tokens()
@@ -609,8 +608,7 @@ def compare(args: argparse.Namespace, bench: Rig) -> None:
         expected = runs[0]["samples"]["tokens"]
         if samples["tokens"] != expected:
             raise RuntimeError(f"{variant}: the server generates {samples['tokens']}, not {expected}")
-        result = common.result_of(args.case, command_line("transfer", args), runs)
-        common.write_result(args.out, result)
+        common.write_result(args.out, common.result_of(args.case, command_line("transfer", args), runs))
 
 
 def main(argv: list[str] | None = None) -> int:
