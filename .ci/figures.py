@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURE = re.compile(r"(\d+\.\d+|\d+(?= ms)) (s|ms)\b")
-NO_SECONDS = re.compile(r"/outer/(?!paused)|correlation")  # a second clock of the same calls
+NO_SECONDS = re.compile(r"/outer/(?!paused)|correlation")  # another clock of the same calls; no time
 GENERATED = re.compile(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", re.DOTALL)
 
 

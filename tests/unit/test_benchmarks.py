@@ -105,8 +105,8 @@ def test_the_headline_is_of_one_commit(tmp_path: Path) -> None:
     report.draw(results, tmp_path / "phase.svg")
     height = re.search(r'height="([0-9.]+)pt"', (tmp_path / "phase.svg").read_text())
     assert height is not None and float(height[1]) * 96 / 72 <= 500
-    results[0]["commit"] = "b" * 40
-    with pytest.raises(ValueError, match=r"the README's table is of 2 commits: a{40}, b{40}"):
+    results[0]["commit"], results[1]["runs"][0]["settings"]["commit"] = "b" * 40, "c" * 40  # of one run alone
+    with pytest.raises(ValueError, match=r"the README's table is of 3 commits: a{40}, b{40}, c{40}"):
         report.headline_table(results)
 
 

@@ -38,7 +38,7 @@ def _lane(block: Block) -> int:
 
 
 def _numbered(many: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of ``many`` rows each: to which each row belongs, and its number there."""
+    """Numbers rows, ``many[i]`` of them for each i: that i, and the number of the row there; ints of shape ``(n,)``."""
     of = np.repeat(np.arange(len(many)), many)
     return of, np.arange(len(of)) - np.repeat(np.cumsum(many) - many, many)
 
