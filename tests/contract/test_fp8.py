@@ -139,7 +139,7 @@ def as_published(policy: WirePolicy, saved: State) -> Named:
 SAID = {
     "cannot be synced": "as without fp8",
     "drops the scales of": "its load drops the scales",
-    "engine parameters unwritten": "its load does not write the scales of all experts",
+    "into fp8 without a scale": "its experts are one tensor, which is not quantized",
     "could not load the weights": "its load cannot take fp8",
     "not divisible by weight quantization block": "its tiny layers are no whole blocks",
 }

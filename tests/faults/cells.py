@@ -53,8 +53,7 @@ class Cell:
         """Seconds that the sync may take: see the table in docs/failures.md."""
         leaving = T + SPARE_SECONDS  # the server hears of it, and the engine leaves the load
         together = 3 * T + SLACK_SECONDS
-        more = together if self.group_is_lost else T if self.unheard or self.kind in ("stop", "kill") else 0
-        return leaving + more
+        return leaving + (together if self.group_is_lost else T * (self.unheard or self.kind in ("stop", "kill")))
 
     @property
     def must_restart(self) -> bool:

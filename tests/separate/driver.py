@@ -93,8 +93,7 @@ class Driver:
 
         everyone = [*self.trainers, *rollouts]
         said = together(everyone, "prepare")
-        sizes = len(self.trainers), len(rollouts)
-        parts = CheckpointEngineRegistry.get("sync_plugin").build_topology(*sizes, said)
+        parts = CheckpointEngineRegistry.get("sync_plugin").build_topology(len(self.trainers), len(rollouts), said)
         places = [place for part in parts for place in zip(part["rank"], part["members"], strict=True)]
         for member, place in zip(everyone, places, strict=True):
             member.ask("join", *place)

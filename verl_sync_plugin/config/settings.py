@@ -134,8 +134,7 @@ def _plain(value: Any) -> Any:
 
 def lora_rank_of(model: Any) -> int:
     """The LoRA rank of a model config, from the flat key or the ``lora`` block; 0 without LoRA."""
-    block = model.get("lora", None) or {}
-    return max(int(model.get("lora_rank", 0) or 0), int(block.get("rank", 0) or 0))
+    return max(int(model.get("lora_rank", 0) or 0), int((model.get("lora", None) or {}).get("rank", 0) or 0))
 
 
 def bucket_megabytes(short: Any, long: Any, given: bool = True) -> int:

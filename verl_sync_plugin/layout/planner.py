@@ -4,7 +4,7 @@
 Every rank fills its segment of a bucket with its own runs. A base that all ranks share (FSDP) has one place in every
 segment. Bases of one owner each (tensor, pipeline, expert parallel) fill the segments independently of one another: a
 bucket carries different layers of different stages, and is one transfer. Segments are filled to the end: what does not
-fit is torn, and goes on in the next bucket.
+fit is torn where a block of fp8 begins, and goes on in the next bucket: parts of blocks need kernels of their own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections import deque
 
 from verl_sync_plugin.layout.strided import Partition, Run
 from verl_sync_plugin.layout.tensors import ALIGNMENT, Base, Bucket, Entry, Plan, Slice, View, align
+
+TORN_AT = 128  # a base is torn at a multiple of so many elements, the columns of a block in fp8
 
 
 def plan_buckets(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = False) -> Plan:
@@ -41,13 +43,15 @@ def plan_buckets(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = Fal
             for owners, queue in queues.items():
                 while queue:
                     base, begin, offset = bases[queue[0]], done[queue[0]], max([used[rank] for rank in owners])
-                    end = min(max(base.lengths), begin + (capacity - offset) // base.itemsize)
+                    end = min(whole := max(base.lengths), begin + (capacity - offset) // base.itemsize)
+                    if begin < (in_blocks := end // TORN_AT * TORN_AT) and end < whole:
+                        end = in_blocks
                     if end > begin:
                         slices.append(Slice(queue[0], begin, end, offset))
                         done[queue[0]] = end
                         for rank in owners:
                             used[rank] = align(offset + (end - begin) * base.itemsize)
-                    if end < max(base.lengths):
+                    if end < whole:
                         break
                     queue.popleft()
             queues = {owners: queue for owners, queue in queues.items() if queue}
@@ -62,8 +66,7 @@ def _queues(bases: tuple[Base, ...], world: int) -> dict[tuple[int, ...], deque[
     queues: dict[tuple[int, ...], deque[int]] = {}
     for index, base in enumerate(bases):
         if len(base.lengths) == world and any(base.lengths):
-            owners = tuple(rank for rank, held in enumerate(base.lengths) if held)
-            queues.setdefault(owners, deque()).append(index)
+            queues.setdefault(tuple(rank for rank, held in enumerate(base.lengths) if held), deque()).append(index)
     return queues
 
 
@@ -105,6 +108,5 @@ def _seal(bases: tuple[Base, ...], slices: list[Slice], stride: int, world: int,
     entries = []
     for name, (base, view, pieces) in found.items():
         pieces.sort(key=lambda piece: piece.target)
-        nbytes = view.span * base.itemsize
-        entries.append(Entry(name, base.dtype, view.shape, view.strides, nbytes, tuple(pieces)))
+        entries.append(Entry(name, base.dtype, view.shape, view.strides, view.span * base.itemsize, tuple(pieces)))
     return Bucket(world, stride, tuple(slices), tuple(entries), first)

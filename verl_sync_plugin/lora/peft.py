@@ -182,8 +182,7 @@ def _of_layer(name: str, layer: Any) -> Iterator[LoRAWeight]:
         transposed = kind is Embedding or bool(layer.fan_in_fan_out)
         if experts > 1:
             transposed = not layer._did_swap_in_out_features
-        weight = f"{name}.base_layer.{parameter}"
-        yield LoRAWeight(weight, a, b, layer, adapter, transposed, matrices=experts)
+        yield LoRAWeight(f"{name}.base_layer.{parameter}", a, b, layer, adapter, transposed, matrices=experts)
 
 
 def _refuse(name: str, layer: Any, adapter: str) -> None:

@@ -429,5 +429,4 @@ def ranks_of(group: dist.ProcessGroup | None, alone: int) -> tuple[int, ...]:
 
 def host_name() -> str:
     """Equal for processes that can share memory: one machine, one container."""
-    boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
-    return f"{socket.gethostname()} {boot}".strip()
+    return f"{socket.gethostname()} {BOOT_ID.read_text() if BOOT_ID.exists() else ''}".strip()

@@ -222,8 +222,7 @@ class QuantizingSource(ParameterSource):
     # ---- the scales
 
     def _inner_of(self, bases: Sequence[int]) -> tuple[int, ...]:
-        inner = (self._travels[base].inner for base in bases)
-        return tuple(dict.fromkeys(each for each in inner if each >= 0))
+        return tuple(dict.fromkeys(inner for base in bases if (inner := self._travels[base].inner) >= 0))
 
     def prepare(self, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]] = ()) -> Generator[None, None, None]:
         """Finds the scales of the weights in these bases; where ``inner`` prepares nothing, of all weights at once."""
