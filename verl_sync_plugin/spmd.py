@@ -285,7 +285,7 @@ def _refuse_values(gpu_memory_utilization: Any, device: torch.device) -> None:
     if torch.version.hip:
         raise ValueError("this torch is for AMD's GPUs, and weight sync serves NVIDIA's. Load weights in another way.")
     allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
-    if device.type == "cuda" and "expandable_segments:true" in allocator.lower():
+    if device.type == "cuda" and "expandable_segments:true" in allocator.replace(" ", "").lower():
         raise ValueError(f"PYTORCH_CUDA_ALLOC_CONF={allocator}: engines cannot open it. Leave out expandable_segments.")
 
 

@@ -188,7 +188,7 @@ class Comparison:
         self._say(f"{len(self.compared)} of {len(self._names)} tensors sent can be compared to the engine's parameters")
         for line in by_reason("not comparable", self.left_out.items()):
             self._say(line)
-        if unproven := unwritten(msgspec.structs.replace(found, own_writes=())):
+        if found.own_writes and (unproven := unwritten(msgspec.structs.replace(found, own_writes=()))):
             self._say(f"{len(unproven)} engine parameters are not proven whole: {_elements(unproven)}")
 
     def weighed(self, sent: torch.Tensor, committed: Committed | None, verified: bool) -> torch.Tensor:

@@ -11,7 +11,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 
 import msgspec
@@ -190,10 +190,10 @@ class LoadMap(msgspec.Struct, frozen=True, array_like=True, dict=True):
         return hashlib.sha256(msgspec.msgpack.encode(self)).hexdigest()
 
 
+@cache
 def size_of(dtype: str) -> int:
     """Bytes of an element."""
-    found = re.search(r"\d+", dtype)
-    return max(int(found[0]) // 8, 1) if found else 1
+    return max(int((re.findall(r"\d+", dtype) or [8])[0]) // 8, 1)
 
 
 # ------------------------------------------------------------------------------------------------------- spans
