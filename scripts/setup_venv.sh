@@ -50,6 +50,7 @@ fi
 hash=$(requirements_hash)
 if [[ $(cat "$STAMP" 2>/dev/null || true) != "$hash" ]]; then
     rm -f "$STAMP"
+    echo "setup_venv.sh: installing torch, verl, SGLang and Megatron for the CPU into $VENV, two to five minutes"
     # torch alone and first: whatever is resolved later takes the CPU build that is there instead of a CUDA one.
     pip_install "$(grep '^torch==' requirements/cpu.txt)"
     test_tools > "$VENV/test-tools.txt"

@@ -129,4 +129,4 @@ echo "quickstart: reached step $STEPS. Real Ray, verl and SGLang trained a tiny 
 echo "  shown: ${last:-stock verl moved the weights}"
 echo "  page:  $page"
 echo "  log:   $LOG"
-echo "  next:  pip install . where verl and SGLang run on GPUs, verl-sync doctor, then your own command unchanged"
+echo "  next:  pip install . in this clone where verl and SGLang run on GPUs, verl-sync doctor, then your own command unchanged"

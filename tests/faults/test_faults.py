@@ -125,8 +125,7 @@ class World:
         if cell.kind == "stop":
             self._go_on(cell)
         if cell.group_is_lost and cell.kind != "kill":
-            late = self.trainers[cell.heard_by].answer()
-            assert isinstance(late, Failure), "the group went on without this rank"
+            assert isinstance(self.trainers[cell.heard_by].answer(), Failure), "the group went on without this rank"
         return answers
 
     def _go_on(self, cell: Cell) -> None:

@@ -163,6 +163,7 @@ PROBLEM, WARNING = "problem", "warning"
         ({"NCCL_CUMEM_ENABLE": "1"}, "nccl-cumem", WARNING, "sets it to 0", "unset"),
         ({"nofile": 512}, "ulimit/nofile", WARNING, "nofile is 512", "ulimit -n 65536"),
         ({"versions": {"torch-memory-saver": None}}, "version/torch-memory-saver", PROBLEM, "", "pip install torch"),
+        ({"versions": {"torch": None}}, "version/torch", PROBLEM, sys.prefix, "environment that runs verl and SGLang"),
         # the quickstart's environment needs no variable
         ({"gpus": 0, "cuda": None}, "gpu", "ok", ON_CPU, ""),
         ({"gpus": 0, PLATFORM: "CPU "}, "gpu", "ok", ON_CPU, ""),
@@ -270,7 +271,7 @@ def test_a_cluster_whose_nodes_differ(tell: Callable[..., Any], monkeypatch: pyt
 )
 def test_overrides(words: str, level: str, text: str, remedy: str, tell: Callable[..., Told]) -> None:
     first, *rest = words.split()
-    told = tell("--", *((first, *rest, SGLANG) if rest else (SGLANG, first)))
+    told = tell(*((first, *rest, SGLANG) if rest else ("--", SGLANG, first)))  # a command needs no dashes
     assert [*told.bad.values()] == ([level] if level else []), told.bad
     for check in told.bad:
         found = told.findings[check]

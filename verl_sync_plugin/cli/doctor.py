@@ -49,8 +49,8 @@ SAME_EVERYWHERE = (PLUGIN, "python", "verl", "sglang", "torch", "transformers", 
 TRIED_SGLANG = ">=0.5.12,<=0.5.23,!=0.5.15,!=0.5.16,!=0.5.17,!=0.5.18,!=0.5.19"  # docs/releases.md
 # What the plugin is made for, what of that its tests ran with, and the remedy for anything else
 RANGES = {
-    "verl": (">=0.9,<0.11", ">=0.9,<=0.9.1", "pip install verl==0.9.1"),
-    "sglang": (">=0.5.12", TRIED_SGLANG, "pip install sglang==0.5.12, the version that verl 0.9.1 pins"),
+    "verl": (">=0.9,<0.11", ">=0.9,<=0.9.1", "pip install verl==0.9.1 transformers==5.9.0"),
+    "sglang": (">=0.5.12", TRIED_SGLANG, "pip install sglang==0.5.12, then verl==0.9.1 transformers==5.9.0"),
 }
 ALLOCATOR_VARIABLES, CUMEM = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), "NCCL_CUMEM_ENABLE"
 SHM, LEAST_SHM_GIB = Path("/dev/shm"), 1.0  # Docker gives 64 MiB; NCCL and Ray's object store need more
@@ -86,12 +86,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead (docs/doctor.md)")
     parser.add_argument("--ray", nargs="?", const="auto", metavar="ADDRESS", help="also every node of a Ray cluster")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="after --: a run's overrides, to be checked")
+    parser.add_argument("overrides", nargs=argparse.REMAINDER, metavar="COMMAND", help="or overrides, to be checked")
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
-    here = {"node": f"this machine ({os.uname().nodename})", "address": "", **check_node(arguments.overrides)}
+    node = check_node([word for word in arguments.overrides if word != "--"])
+    here = {"node": f"this machine ({os.uname().nodename})", "address": "", **node}
     nodes, between = [here], []
     if arguments.ray is not None:
         try:
@@ -107,7 +108,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def check_node(overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Looks at this machine and environment. Returns a node of the JSON (docs/doctor.md) but for name and address."""
-    versions, machine = installed(), read_machine()
+    versions = installed()
+    if not versions["torch"]:
+        remedy = "install the plugin into the environment that runs verl and SGLang"
+        found = [problem("version/torch", f"torch is not installed in {sys.prefix}", remedy)]
+        return {"versions": versions, "machine": None, "run": None, "findings": found}
+    machine = read_machine()
     platform = os.environ.get(PLATFORM, "").strip().lower()
     # The quickstart's environment needs no variable
     if not (platform or machine["gpus"] or machine["torch_device"]) and _version(CPU_STACK):

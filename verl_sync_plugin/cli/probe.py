@@ -160,7 +160,7 @@ def lint(words: Sequence[str]) -> dict[str, Any]:
         turned_off = OmegaConf.select(config, f"{KEY_PREFIX}.enabled") is False
         line = apply_keys(config, overrides, program)
         if line.startswith(OFF) and turned_off:
-            found = [warning(check, line, f"leave out {KEY_PREFIX}.enabled=False for the plugin to move them")]
+            found = [warning(check, line, f"leave out +sync=stock or {KEY_PREFIX}.enabled=False; then the plugin does")]
         elif line == OFF:
             found = [ok(check, f"{line}, as without the plugin: this run has no weights for the plugin to move")]
         elif line.startswith(OFF):

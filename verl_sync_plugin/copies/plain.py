@@ -138,5 +138,4 @@ def copy_runs(flat: torch.Tensor, start: int, target: torch.Tensor, target_start
 def flat_storage(tensor: torch.Tensor) -> torch.Tensor:
     """All bytes of a tensor's storage: uint8 of shape ``(n,)``, a view."""
     storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(storage, 0, (storage.nbytes(),), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))

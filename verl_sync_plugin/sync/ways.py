@@ -271,8 +271,7 @@ class Staged(Way):
 
     def needs_staging(self, sync: Sync) -> bool:
         """True if ``stage`` has to come first."""
-        gone = self._holds(sync.plan) and not self._sender.staging_bytes
-        return gone or self._staged_plan != sync.plan.digest
+        return self._staged_plan != sync.plan.digest or (self._holds(sync.plan) and not self._sender.staging_bytes)
 
     def _holds(self, plan: Plan) -> bool:
         """True if this rank has slots."""

@@ -277,8 +277,7 @@ class QuantizingSource(ParameterSource):
             inverse = each.of(self._inverse)[:, None, :, None]
             made = (each.in_blocks(values).float() * inverse).clamp_(-MOST, MOST).to(FP8).flatten(2).flatten(0, 1)
             made = made[each.row % each.weight.block[0] :, each.column % each.weight.block[1] :]
-            target = result.as_strided(each.size, (each.stride, 1), each.first)
-            target.copy_(made[: each.size[0], : each.size[1]])
+            result.as_strided(each.size, (each.stride, 1), each.first).copy_(made[: each.size[0], : each.size[1]])
         return result
 
     def _cut(self, piece: _Piece, begin: int, count: int) -> Iterator[_Rectangle]:

@@ -287,8 +287,7 @@ class LiveParameters:
             self._identities = self._exporter.identities(self._allocations)
         except RuntimeError as error:
             raise NotInPlaceError(f"memory of parameters cannot be shared: {error}") from error
-        runs = tuple(self._runs(bucket, places) for bucket in self.plan.buckets)
-        return Live(uuid.uuid4().hex, regions, runs)
+        return Live(uuid.uuid4().hex, regions, tuple(self._runs(bucket, places) for bucket in self.plan.buckets))
 
     def _runs(self, bucket: Bucket, places: dict[int, tuple[int, int, int]]) -> bytes:
         """Those of a bucket, as in ``Live``. ``places``: by base its region, the first byte in it, and the bytes there

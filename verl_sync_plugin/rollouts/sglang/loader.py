@@ -55,8 +55,7 @@ def load(model: torch.nn.Module, named_tensors: NamedTensors, forget: bool = Fal
         return
     try:
         request = LoadRequest.from_wire(header)
-        address = request.addresses[tensor_parallel_rank()]
-        channel = connect(address, request.timeout_seconds)
+        channel = connect(request.addresses[tensor_parallel_rank()], request.timeout_seconds)
     except Exception:
         say(f"engine rank {tensor_parallel_rank()} could not reach its trainer rank\n{traceback.format_exc()}")
         return

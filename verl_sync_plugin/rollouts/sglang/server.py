@@ -67,8 +67,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         self.loader = FORGETTING_LOADER if self.pause == "retract" else LOADER
         # True while SGLang is paused; ``paused_by_load``: for a load alone, after which ``finish_sync`` resumes it
         self._paused = self.paused_by_load = False
-        made_up = str(self.config.load_format).startswith("dummy")
-        self.expect_updates(self._sync.timeout_seconds, made_up)
+        self.expect_updates(self._sync.timeout_seconds, str(self.config.load_format).startswith("dummy"))
         self._report: dict[str, Any] | None = None
         self._processes: list[BaseProcess] = []
         self._served: list[str] | None = None  # names of factors for which SGLang has a place
@@ -201,8 +200,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         if self.node_rank == 0 and self.config.free_cache_engine:
             started = time.perf_counter()
             # What no sync resumes stays: an adapter's base, and the weights of a separate rollout
-            keep = self.lora_as_adapter or self.separate
-            await self.release_tags([KV_CACHE] if keep else [KV_CACHE, WEIGHTS])
+            await self.release_tags([KV_CACHE] if self.lora_as_adapter or self.separate else [KV_CACHE, WEIGHTS])
             self._sleep_seconds = time.perf_counter() - started
 
     async def release_kv_cache(self, **more: Any) -> None:
