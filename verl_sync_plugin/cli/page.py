@@ -55,8 +55,7 @@ def title_of(run: Run) -> str:
     of = {key: value for report in run.reports for key, value in report.origin.items() if value}
     pair = f": {of['trainer']} → {of['engine']}" if "trainer" in of and "engine" in of else ""
     day = datetime.fromtimestamp(run.syncs[-1].slowest.began, UTC)
-    model = f" of {of['model']}" if "model" in of else ""
-    return f"Weight syncs{model}{pair} on {of.get('ranks', '?')} × {of['device']}, {day:%Y-%m-%d}"
+    return f"{of.get('model', 'Weight syncs')}{pair} on {of.get('ranks', '?')} × {of['device']}, {day:%Y-%m-%d}"
 
 
 def _head(run: Run) -> str:
