@@ -119,8 +119,7 @@ def test_what_the_bridge_merges_wrongly_is_refused(checkpoint: str, layout: Layo
 
 @on_ranks(2)
 def test_dora_is_refused_by_name(checkpoint: str, layout: Layout) -> None:
-    engine = build(checkpoint, layout, {**LORA, "type": "dora"})
-    text = error_of(lambda: reader_of(engine).sync())
+    text = error_of(lambda: reader_of(build(checkpoint, layout, {**LORA, "type": "dora"})).sync())
     assert "model.lora.type='dora' with actor_rollout_ref.actor.strategy=megatron" in text
 
 
@@ -131,8 +130,7 @@ def merged_by_peft(model_path: str, settings: dict[str, Any], factors: State) ->
     adapted = get_peft_model(model, config)
     result = set_peft_model_state_dict(adapted, factors)
     assert not result.unexpected_keys, result.unexpected_keys
-    plain = adapted.merge_and_unload()
-    return {name: tensor.bfloat16() for name, tensor in plain.state_dict().items()}
+    return {name: tensor.bfloat16() for name, tensor in adapted.merge_and_unload().state_dict().items()}
 
 
 @pytest.mark.parametrize("layout", [Layout(2, tp=2), pytest.param(Layout(2, pp=2), marks=MORE)], ids=str)

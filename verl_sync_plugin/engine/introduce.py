@@ -41,7 +41,7 @@ from verl_sync_plugin.layout.load_map import (
     spans_of,
     without,
 )
-from verl_sync_plugin.layout.tensors import Entry, align, dtype_name
+from verl_sync_plugin.layout.tensors import SCALE, Entry, align, dtype_name
 
 CHUNK_BYTES = 256 << 20  # of marks given to the model in one call; bounds the memory that they take
 SEED = 20_251
@@ -124,13 +124,13 @@ def introduce(model: EngineModel, tensors: Tensors, device: torch.device) -> tup
 
 
 def kept_in_fp8(model: EngineModel, sources: Sequence[Entry]) -> tuple[str, ...]:
-    """The matrices, by name, that the model keeps in fp8; none once the trainer sends fp8. A dry load is offered all of
-    them in fp8: for a parameter in fp8 many of SGLang's loaders take nothing else."""
-    dtypes, fp8 = {source.dtype for source in sources}, dtype_name(FP8)
-    if fp8 in dtypes or all(parameter.dtype != FP8 for parameter in model.module.parameters()):
+    """The matrices, by name, that the model keeps in fp8; none once the trainer sends scales. A dry load is offered all
+    of them in fp8: for a parameter in fp8 many of SGLang's loaders take nothing else."""
+    quantized = any(source.name.endswith(SCALE) for source in sources)
+    if quantized or all(parameter.dtype != FP8 for parameter in model.module.parameters()):
         return ()
     offered = {each.name for each in sources if len(each.shape) == 2 and "float" in each.dtype}
-    dry = [replace(source, dtype=fp8) if source.name in offered else source for source in sources]
+    dry = [replace(source, dtype=dtype_name(FP8)) if source.name in offered else source for source in sources]
     places = Places(model.module)
     try:
         kept = {write.name for write in record(model, dry).writes if write.target.dtype == FP8}
@@ -160,9 +160,10 @@ class _Introduction:
         recording = record(model, list(self._entries.values()))
         known = [w for w in recording.writes if w.name or w.source is not None or storage_of(w.target) not in refreshed]
         recording.writes = known
-        into_fp8, fp8 = (each.name for each in known if each.name and each.target.dtype == FP8), dtype_name(FP8)
-        if bare := [name for name in into_fp8 if self._entries[name].dtype != fp8]:
-            raise self._other(f"puts {bare[0]} into fp8 without a scale")
+        into_fp8 = [each.name for each in known if each.name and each.target.dtype == FP8]
+        if bare := [name for name in into_fp8 if self._entries[name].dtype != dtype_name(FP8)]:
+            what = f"{model.engine}'s load of {model.name} puts {bare[0]} into fp8 without a scale"
+            raise ValueError(f"{what}. Remove actor_rollout_ref.rollout.quantization=fp8, or use another model.")
         moved = {name for name, _ in before ^ _lies(model.module)}
         self.places.restore()
         self._storages = Storages(model.module)

@@ -44,7 +44,7 @@ def plan_buckets(bases: tuple[Base, ...], bucket_bytes: int, sharded: bool = Fal
                 while queue:
                     base, begin, offset = bases[queue[0]], done[queue[0]], max([used[rank] for rank in owners])
                     end = min(whole := max(base.lengths), begin + (capacity - offset) // base.itemsize)
-                    if begin < (in_blocks := end // TORN_AT * TORN_AT) and end < whole:
+                    if end < whole and (begin < (in_blocks := end // TORN_AT * TORN_AT) or offset):
                         end = in_blocks
                     if end > begin:
                         slices.append(Slice(queue[0], begin, end, offset))
