@@ -124,8 +124,9 @@ def phase_rows(results: list[Result]) -> Iterable[list[str]]:
 
 
 def commits_of(result: Result) -> list[str]:
-    """The commits of a result's runs, which may be of several visits."""
-    return list(dict.fromkeys(run["settings"].get("commit", result["commit"]) for run in result["runs"]))
+    """The commits of a result's runs, which may be of several visits; its own where no run survived."""
+    runs = [run["settings"].get("commit", result["commit"]) for run in result["runs"]]
+    return list(dict.fromkeys(runs or [result["commit"]]))
 
 
 def headline(results: list[Result]) -> list[Result]:

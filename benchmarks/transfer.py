@@ -394,8 +394,7 @@ def _plain_manager(server: Any, named: list[tuple[str, Any]], bucket_mb: int, va
 
         def _shard(self, name: str, tensor: torch.Tensor) -> Shard:
             views = (View(name, tuple(tensor.shape), 0, tensor.numel()),)
-            base = Base(name, "bfloat16", 2, (tensor.numel(),), views)
-            return Shard(base, partial(tensor.view, -1), run=tensor)
+            return Shard(Base(name, "bfloat16", 2, (tensor.numel(),), views), partial(tensor.view, -1), run=tensor)
 
         def shards(self) -> list[Shard]:
             return self._shards

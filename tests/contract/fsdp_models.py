@@ -49,8 +49,7 @@ def build(name: str) -> PreTrainedModel:
 
 def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     """A real forward, backward and update; weight decay moves every parameter. Buffers change too."""
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, VOCABULARY, (2, 9), generator=generator)
+    tokens = torch.randint(0, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(step))
     model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -106,7 +106,8 @@ def test_the_headline_is_of_one_commit(tmp_path: Path) -> None:
     height = re.search(r'height="([0-9.]+)pt"', (tmp_path / "phase.svg").read_text())
     assert height is not None and float(height[1]) * 96 / 72 <= 500
     results[0]["commit"], results[1]["runs"][0]["settings"]["commit"] = "b" * 40, "c" * 40  # of one run alone
-    with pytest.raises(ValueError, match=r"the README's table is of 3 commits: a{40}, b{40}, c{40}"):
+    results[2] |= {"commit": "d" * 40, "runs": []}  # none survived
+    with pytest.raises(ValueError, match=r"the README's table is of 4 commits: a{40}, b{40}, c{40}, d{40}"):
         report.headline_table(results)
 
 

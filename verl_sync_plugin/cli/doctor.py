@@ -49,7 +49,7 @@ SAME_EVERYWHERE = (PLUGIN, "python", "verl", "sglang", "torch", "transformers", 
 TRIED_SGLANG = ">=0.5.12,<=0.5.23,!=0.5.15,!=0.5.16,!=0.5.17,!=0.5.18,!=0.5.19"  # docs/releases.md
 # What the plugin is made for, what of that its tests ran with, and the remedy for anything else
 RANGES = {
-    "verl": (">=0.9,<0.11", ">=0.9,<=0.9.1", "pip install verl==0.9.1 transformers==5.9.0"),
+    "verl": (">=0.9,<0.11", ">=0.9,<=0.9.1", "pip install verl==0.9.1"),
     "sglang": (">=0.5.12", TRIED_SGLANG, "pip install sglang==0.5.12, then verl==0.9.1 transformers==5.9.0"),
 }
 ALLOCATOR_VARIABLES, CUMEM = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), "NCCL_CUMEM_ENABLE"

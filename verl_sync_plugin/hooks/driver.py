@@ -226,7 +226,7 @@ def apply_rollout_keys(rollout: DictConfig, resolved: bool) -> None:
 
 
 def leave_to_verl(rollout: DictConfig, resolved: bool) -> None:
-    """Turns the rollout config back into verl's own, with one mark that tells the plugin's classes that it is off."""
+    """Turns the rollout config back into verl's own, with one mark by which the plugin's classes know it."""
     stock = hydra_source.stock_rollout()
     with read_write(rollout), open_dict(rollout):
         if rollout.get("_target_") == hydra_source.TARGET:

@@ -118,7 +118,7 @@ class ShardingManager(BaseShardingManager):
 
     @property
     def staging_to_come(self) -> int:
-        """Bytes of staging memory that the next sync will allocate, as far as the last one tells."""
+        """Bytes of staging memory that the next sync will allocate, as far as the last one shows."""
         return max(self.report.staging_bytes - self.sender.staging_bytes, 0)
 
     async def update_weights(self, wake_tags: list[str], global_steps: int | None) -> SyncReport:
