@@ -129,7 +129,7 @@ async def replace_adapter(tokenizer_manager: Any, name: str, settings: dict[str,
     held = registry.get_all_adapters().get(name)
     counter = held and registry._counters.get(held.lora_id)
     if counter is not None and counter.value() and not await answering(tokenizer_manager):
-        # SGLang up to 0.5.21 counts for good a request that it refused, or aborted in its queue, and would wait
+        # SGLang up to 0.5.21 never uncounts a request it refused, or aborted in its queue, and would wait
         await asyncio.sleep(0.05)  # for releases that are under way
         await counter.decrement(counter.value())
     if held or name in getattr(tokenizer_manager, "pending_lora_unloads", ()):  # one that was broken off

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,14 +18,6 @@ def say(text: str) -> None:
 def some(names: Sequence[str]) -> str:
     """The first few names, and how many more there are."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def by_reason(what: str, found: Iterable[tuple[str, str]]) -> list[str]:
-    """A line for each reason, of ``found``: names, each with its reason."""
-    names = defaultdict[str, list[str]](list)
-    for name, why in found:
-        names[why].append(name)
-    return [f"{what}: {some(each)} ({why})" for why, each in names.items()]
 
 
 def say_unused(method: str, arguments: Mapping[str, Any]) -> None:

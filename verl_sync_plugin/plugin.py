@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registers everything with verl. Every process that imports verl loads it, so it imports nothing heavy: that is
-registered by name, or when verl imports it anyway (``hooks/``).
+"""Registers everything with verl. Every process that imports verl loads this, so it imports nothing heavy: heavy
+modules are named, or imported with verl's (``hooks/``).
 
 Hazard: verl swallows an exception of a plugin at DEBUG level and goes on with its own code. A run that asked for this
 plugin must not end up there, so a failure ends the process instead.

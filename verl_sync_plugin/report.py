@@ -17,9 +17,9 @@ from verl_sync_plugin import compat
 from verl_sync_plugin.log import say
 
 # In the order of a training step; "phase" is their sum. "before" and "after" make room in device memory, "barrier" is
-# the wait for the other ranks to have done so. These three and "offload" are there where our worker runs
-# (hooks/worker.py); elsewhere verl does the same around us, and it is in verl's timing_s/update_weights alone.
-# "resume_weights" is what is left of that wait after what is packed meanwhile, which counts in "update_weights".
+# the wait for the other ranks to have done so. Only our worker (hooks/worker.py) times these three and "offload"; in
+# verl's own they are in timing_s/update_weights alone. "resume_weights" is the wait for the engine's weights, without
+# what is packed meanwhile, which counts in "update_weights".
 PHASE_STAGES = ("sleep", "before", "resume_weights", "update_weights", "offload", "after", "barrier", "resume_kv")
 # All other stages are parts of update_weights, on the reporting rank; "engine_load" is the engine's time and overlaps
 # with the others. "open" makes the sharding manager, in the first sync only.

@@ -130,7 +130,7 @@ def measured(
         return int(torch.cuda.memory_stats_as_nested_dict().get("allocated_bytes", {}).get("all", {}).get(which, 0))
 
     cuda, host, before = device.type == "cuda", resident(), 0
-    counts = cuda and REPORT_FILE_VARIABLE in os.environ  # verl's perf/max_memory_allocated_gb starts over with that
+    counts = cuda and REPORT_FILE_VARIABLE in os.environ  # this resets verl's perf/max_memory_allocated_gb
     with attempt():
         if counts:
             torch.cuda.reset_peak_memory_stats()

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import asdict
 
-from verl_sync_plugin.config.settings import DEFAULT_MEGABYTES, SyncConfig, bucket_megabytes
+from verl_sync_plugin.config.settings import DEFAULT_MEGABYTES, SyncConfig, bucket_megabytes, is_whole
 from verl_sync_plugin.errors import RankLostError, RolloutError, SyncError
 from verl_sync_plugin.report import SyncReport, write_report
 from verl_sync_plugin.rollouts import LOCAL, LocalLaunch, LocalSpec, rollout_of
@@ -150,7 +150,7 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
         are as before, and the engines generate nothing until a sync succeeds.
 
         Args:
-            source: an ``fully_shard``-ed, FSDP1, DDP or plain module of transformers, PEFT's adapters in it merged on
+            source: a ``fully_shard``-ed, FSDP1, DDP or plain module of transformers, PEFT's adapters in it merged on
                 their way; a state dict of tensors or DTensors by the names of a checkpoint; or a training engine of
                 verl. Every rank gives the same. Nothing of it is changed or kept, but for the module itself.
             version: of the weights; one more than the last when not given, 1 at first.
@@ -159,7 +159,7 @@ class SpmdRollout(AbstractContextManager["SpmdRollout"]):
         manager, agreement = self._manager, self._agreement
 
         def take() -> bool:
-            if version is not None and not _whole(version, 0):
+            if version is not None and not is_whole(version, 0):
                 raise ValueError(f"version={version!r}: not a whole number from 0 on. Leave it out to count syncs.")
             return self._given.take(source)
 
@@ -316,14 +316,10 @@ def config_of(model: str) -> Mapping[str, Any]:
 def engine_ranks(size: int) -> tuple[int, ...]:
     """The ranks of this rank's engine, in tensor-parallel order. Raises ValueError where the size does not fit."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    if not _whole(size, 1) or world % size:
+    if not is_whole(size, 1) or world % size:
         raise ValueError(f"tensor_parallel_size={size!r}: use a number that divides the {world} ranks.")
     first = rank // size * size
     return tuple(range(first, first + size))
-
-
-def _whole(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def make_groups(
@@ -380,7 +376,7 @@ def request_of(
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"token_ids[{index}] has no tokens. Give every prompt at least one.")
-        if not all(_whole(token, 0) for token in prompt):
+        if not all(is_whole(token, 0) for token in prompt):
             raise ValueError(f"token_ids[{index}]={prompt[:8]}…: not token ids. Use whole numbers from 0 on.")
     each = [dict(sampling or {})] * len(prompts) if sampling is None or isinstance(sampling, Mapping) else sampling
     if len(each) != len(prompts):
@@ -392,7 +388,7 @@ def request_of(
     for prompt, settings in zip(prompts, each, strict=True):
         given = dict(settings)
         times = given.pop("n", 1)
-        if not _whole(times, 1):
+        if not is_whole(times, 1):
             raise ValueError(f"sampling['n']={times!r}: use a number of responses from 1 on.")
         for key in filter(given.get, ("stop", "stop_regex", "min_new_tokens", "json_schema", "regex", "ebnf")):
             remedy = "Use stop_token_ids." if key.startswith("stop") else "Leave it out."

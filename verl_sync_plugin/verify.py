@@ -34,7 +34,7 @@ from verl_sync_plugin.layout.load_map import (
     wire_dtypes,
 )
 from verl_sync_plugin.layout.tensors import SCALE, Plan
-from verl_sync_plugin.log import by_reason, say, some
+from verl_sync_plugin.log import say, some
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed
 
@@ -44,8 +44,8 @@ DERIVED = "what the model computes from parameters after its load"
 
 
 class Comparison:
-    """The trainer's half, on one rank; keeps what the engine ranks do with the tensors, which changes only with these
-    or with the layout of an engine's parameters.
+    """Compares hashes on one trainer rank. Keeps all engine ranks' load maps, which change only with the tensors or
+    with the layout of an engine's parameters.
 
     Args:
         config: for messages.
@@ -124,7 +124,7 @@ class Comparison:
             raise ValueError(
                 f"{maps[0].model} leaves out {len(found)} of the {len(names)} tensors that the trainer sends: "
                 f"{shown}. It would generate from other weights than are trained, and so it "
-                "would with stock verl, which does not notice. Use a model that the engine takes in whole; or, if what "
+                "would with stock verl, which raises no error. Use a model that the engine takes in whole; or, if what "
                 f"is left out does not matter, {TURN_OFF}."
             )
         if self.map is not None:
@@ -140,7 +140,7 @@ class Comparison:
             raise RuntimeError(
                 f"the sync leaves {len(stale)} of {self.tensor_count} engine parameters unwritten, or writes them only "
                 f"in part: {_elements(stale)}. The engine would not have the trainer's weights. Give trainer "
-                f"and engine the same model, or one that the engine loads whole; or {TURN_OFF}, which does not notice."
+                f"and engine the same model, or one that the engine loads whole; or {TURN_OFF}, which raises no error."
             )
         text = f"the sync leaves {len(missing)} of {self.tensor_count} engine parameters and buffers unwritten: "
         text += _elements(missing)
@@ -153,7 +153,11 @@ class Comparison:
 
     def _weigh(self, plan: Plan, tensors: Tensors, digests: list[str]) -> None:
         """Weighs every part that this rank's engine rank hashes."""
-        self._names, self._times_sent = tensors.names, times_sent(plan, len(self._agreement.ranks.trainers))
+        # One trainer rank hashes a byte in every group that shares the tensor out, or each where all hold it
+        world = len(self._agreement.ranks.trainers)
+        times = {entry.name: world // bucket.world for bucket in plan.buckets for entry in bucket.entries}
+        self._names = tensors.names
+        self._times_sent = torch.tensor([times[name] for name in self._names], dtype=torch.int64)
         many = Counter(digest for digest in digests if digest)
         maps = {digest: self._maps[digest] for digest in many}
         read, held = dict[str, list[HashedPart]](), dict[str, list[HashedPart]]()
@@ -186,8 +190,9 @@ class Comparison:
 
     def _say_what_is_compared(self, found: LoadMap) -> None:
         self._say(f"{len(self.compared)} of {len(self._names)} tensors sent can be compared to the engine's parameters")
-        for line in by_reason("not comparable", self.left_out.items()):
-            self._say(line)
+        for why in dict.fromkeys(self.left_out.values()):
+            names = [name for name, reason in self.left_out.items() if reason == why]
+            self._say(f"not comparable: {some(names)} ({why})")
         if found.own_writes and (unproven := unwritten(msgspec.structs.replace(found, own_writes=()))):
             self._say(f"{len(unproven)} engine parameters are not proven whole: {_elements(unproven)}")
 
@@ -262,13 +267,6 @@ def refuse_changed(changed: Sequence[str]) -> None:
         raise ValueError(f"the engine's parameters hold what no load puts there: {some(changed)}")
 
 
-def times_sent(plan: Plan, world: int) -> torch.Tensor:
-    """Counts the trainer's ranks that hash each byte of a tensor when they pack it: one in every group that shares the
-    tensor out, and every rank where each holds it whole."""
-    times = {entry.name: world // bucket.world for bucket in plan.buckets for entry in bucket.entries}
-    return torch.tensor([times[name] for name in sorted(times)], dtype=torch.int64)
-
-
 def _elements(missing: Sequence[tuple[StateTensor, int, int]]) -> str:
     return some([f"{tensor.name} ({wrote} of {total} elements)" for tensor, wrote, total in missing])
 
@@ -288,6 +286,6 @@ class Cadence:
         return self._verify == "always" or (self._verify == "first" and ended < FIRST_SYNCS)
 
     def note(self, digest: str, restarts: bool = False) -> None:
-        """Counts a sync of a plan that has ended well; it ``restarts`` after one that was loaded by a new load map, and
-        was not verified."""
+        """Counts a sync of a plan that has ended well. ``restarts``: a new load map was used and not verified, so the
+        count is 0 again."""
         self._ended[digest] = 0 if restarts else self._ended.get(digest, 0) + 1

@@ -178,16 +178,13 @@ def test_a_silent_engine_hears_of_a_failure_once_and_is_waited_for_once(where: s
     assert engine.asked == ([*asked, f"abandon_sync: {text}"] if engine.leader else [])
 
 
-@pytest.mark.parametrize(
-    ("choice", "able", "answers", "sharded", "found"),
-    [
-        ("auto", (True, True), ("", ""), True, [False, True, False]),
-        ("auto", (True, False), ("", ""), True, [False, False]),
-        ("auto", (True, True), ("", "the model loads w itself"), True, [False, False]),
-        ("auto", (True, True), ("", ""), False, [False, False]),  # the ranks are on several hosts
-        ("staged", (True, True), ("", ""), True, [False, False]),
-    ],
-)
+@pytest.mark.parametrize(("choice", "able", "answers", "sharded", "found"), [
+    ("auto", (True, True), ("", ""), True, [False, True, False]),
+    ("auto", (True, False), ("", ""), True, [False, False]),
+    ("auto", (True, True), ("", "the model loads w itself"), True, [False, False]),
+    ("auto", (True, True), ("", ""), False, [False, False]),  # the ranks are on several hosts
+    ("staged", (True, True), ("", ""), True, [False, False]),
+])  # fmt: skip
 @on_ranks(2, timeout=60)
 def test_all_ranks_or_none(
     choice: str, able: tuple[bool, bool], answers: tuple[str, str], sharded: bool, found: list[bool], tmp_path: Path

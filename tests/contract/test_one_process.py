@@ -277,14 +277,11 @@ def test_the_engine_serves_what_the_model_says(qwen2: str, tmp_path: Path) -> No
         phase.real.close()
 
 
-@pytest.mark.parametrize(
-    ("short", "failing", "stays"),
-    [
-        ([True, True, True], 0, [False, False, False]),
-        ([True, False, False, True, True], 0, [False, False, True, True, False]),
-        ([True, True, True, True], 2, [False, False, False, False]),
-    ],
-)
+@pytest.mark.parametrize(("short", "failing", "stays"), [
+    ([True, True, True], 0, [False, False, False]),
+    ([True, False, False, True, True], 0, [False, False, True, True, False]),
+    ([True, True, True, True], 2, [False, False, False, False]),
+])  # fmt: skip
 @on_ranks(1, timeout=180)
 def test_staging_memory_stays(short: list[bool], failing: int, stays: list[bool], qwen2: str, tmp_path: Path) -> None:
     """Plays syncs before which the trainer hands its cache back if room is ``short``; the ``failing`` commit fails.
@@ -360,21 +357,18 @@ def test_parameters_are_let_go_of_once_they_are_not_read_in_place(qwen2: str, tm
 READ, HELD = "changed on the way to the engine", "do not hold what was sent of"
 
 
-@pytest.mark.parametrize(
-    ("where", "hashed", "verify", "expected"),
-    [
-        ("engine", True, "never", ""),
-        ("engine", True, "always", HELD),
-        ("trainer", True, "never", READ),
-        ("trainer", False, "always", HELD),
-        ("trainer", False, "never", ""),
-        ("staging", True, "never", READ),
-        ("staging", False, "always", HELD),
-        ("staging", False, "never", ""),
-        ("exchanged", True, "never", READ),
-        ("exchanged", False, "always", HELD),
-    ],
-)
+@pytest.mark.parametrize(("where", "hashed", "verify", "expected"), [
+    ("engine", True, "never", ""),
+    ("engine", True, "always", HELD),
+    ("trainer", True, "never", READ),
+    ("trainer", False, "always", HELD),
+    ("trainer", False, "never", ""),
+    ("staging", True, "never", READ),
+    ("staging", False, "always", HELD),
+    ("staging", False, "never", ""),
+    ("exchanged", True, "never", READ),
+    ("exchanged", False, "always", HELD),
+])  # fmt: skip
 @on_ranks(1)
 def test_a_flip_is_found(where: str, hashed: bool, verify: str, expected: str, qwen2: str, tmp_path: Path) -> None:
     """Flips a bit in a packed slot, in the trainer's memory before the engine reads it, or in the engine's own; or two
@@ -502,14 +496,11 @@ def test_a_nan_that_was_packed_is_an_error_though_it_is_gone_again(qwen2: str, t
     place.end_well()
 
 
-@pytest.mark.parametrize(
-    ("backend", "enabled", "adapter"),
-    [
-        ("nccl", True, SyncServerAdapter.stock),
-        (SEPARATE_BACKEND, False, SyncServerAdapter.stock),
-        (SEPARATE_BACKEND, True, SyncServerAdapter),
-    ],
-)
+@pytest.mark.parametrize(("backend", "enabled", "adapter"), [
+    ("nccl", True, SyncServerAdapter.stock),
+    (SEPARATE_BACKEND, False, SyncServerAdapter.stock),
+    (SEPARATE_BACKEND, True, SyncServerAdapter),
+])  # fmt: skip
 def test_what_verl_moves_itself_is_left_to_verls_adapter(
     backend: str, enabled: bool, adapter: type, qwen2: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,20 +58,17 @@ def test_a_state_dict_may_hold_a_tied_end_twice_and_is_staged() -> None:
     assert source.shards()[0].run is None, "a subclass of tensors has no memory that a kernel could read"
 
 
-@pytest.mark.parametrize(
-    ("ids", "sampling", "words"),
-    [
-        ([], None, "no prompts"),
-        ([[1], []], None, "token_ids[1] has no tokens"),
-        ([[1, -2]], None, "not token ids"),
-        ([[1.5]], None, "not token ids"),
-        (torch.ones(2, 2, dtype=torch.int64), None, "not token ids"),  # what pads it is not known
-        ([[1], [2]], [{}], "1 entries for 2 prompts"),
-        ([[1]], {"n": 0}, "sampling['n']=0"),
-        ([[1]], {"stop": ["x"]}, "Use stop_token_ids"),
-        ([[1]], {"json_schema": "{}"}, "needs a tokenizer. Leave it out"),
-    ],
-)
+@pytest.mark.parametrize(("ids", "sampling", "words"), [
+    ([], None, "no prompts"),
+    ([[1], []], None, "token_ids[1] has no tokens"),
+    ([[1, -2]], None, "not token ids"),
+    ([[1.5]], None, "not token ids"),
+    (torch.ones(2, 2, dtype=torch.int64), None, "not token ids"),  # what pads it is not known
+    ([[1], [2]], [{}], "1 entries for 2 prompts"),
+    ([[1]], {"n": 0}, "sampling['n']=0"),
+    ([[1]], {"stop": ["x"]}, "Use stop_token_ids"),
+    ([[1]], {"json_schema": "{}"}, "needs a tokenizer. Leave it out"),
+])  # fmt: skip
 def test_what_is_no_prompt_is_refused_by_name(ids: Any, sampling: Any, words: str) -> None:
     with pytest.raises(ValueError) as caught:
         request_of(ids, sampling)

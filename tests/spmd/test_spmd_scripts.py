@@ -29,14 +29,11 @@ def torchrun(ranks: int, script: Path, *arguments: str) -> str:
     return run.stdout
 
 
-@pytest.mark.parametrize(
-    ("script", "ranks", "tp"),
-    [
-        ("fsdp2.py", 1, 1),
-        pytest.param("fsdp2.py", 2, 2, marks=pytest.mark.extended),
-        pytest.param("ddp.py", 2, 1, marks=pytest.mark.extended),
-    ],
-)
+@pytest.mark.parametrize(("script", "ranks", "tp"), [
+    ("fsdp2.py", 1, 1),
+    pytest.param("fsdp2.py", 2, 2, marks=pytest.mark.extended),
+    pytest.param("ddp.py", 2, 1, marks=pytest.mark.extended),
+])  # fmt: skip
 def test_an_example_trains_and_serves(script: str, ranks: int, tp: int) -> None:
     output = torchrun(ranks, EXAMPLES / script, "--tp", str(tp), "--seconds")
     measured = [json.loads(line) for line in output.splitlines() if line.startswith('{"version"')]

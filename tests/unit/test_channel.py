@@ -62,16 +62,13 @@ def test_a_message_that_nobody_takes_ends_in_a_timeout() -> None:
         channel.send(protocol.Failed("x" * (4 << 20)))
 
 
-@pytest.mark.parametrize(
-    ("data", "error"),
-    [
-        pytest.param(b"GET / HTTP/1.1\r\n", ChannelClosedError, id="http"),
-        pytest.param(struct.pack("!i", 0), BadMessageError, id="empty"),
-        pytest.param(struct.pack("!i", 5) + b"cos\nx", BadMessageError, id="pickle"),
-        pytest.param(struct.pack("!i", 12) + b"\x81\xa4type\xa5Nobod", BadMessageError, id="cut"),
-        pytest.param(struct.pack("!i", 13) + b"\x81\xa4type\xa6Nobody", BadMessageError, id="unknown kind"),
-    ],
-)
+@pytest.mark.parametrize(("data", "error"), [
+    pytest.param(b"GET / HTTP/1.1\r\n", ChannelClosedError, id="http"),
+    pytest.param(struct.pack("!i", 0), BadMessageError, id="empty"),
+    pytest.param(struct.pack("!i", 5) + b"cos\nx", BadMessageError, id="pickle"),
+    pytest.param(struct.pack("!i", 12) + b"\x81\xa4type\xa5Nobod", BadMessageError, id="cut"),
+    pytest.param(struct.pack("!i", 13) + b"\x81\xa4type\xa6Nobody", BadMessageError, id="unknown kind"),
+])  # fmt: skip
 def test_what_is_no_message_is_refused_at_once(data: bytes, error: type[Exception]) -> None:
     bare, channel = pair()
     bare.sendall(data)

@@ -42,16 +42,13 @@ def with_one_more(buffer: bool, name: str = "model.normalizer") -> LoadMap:
 IN_PART = msgspec.structs.replace(with_one_more(True), moves=(*COMPLETE.moves, Move(1, 2, "bfloat16", Box(0, 0))))
 
 
-@pytest.mark.parametrize(
-    ("found", "known", "text"),
-    [
-        # real weights are no excuse for a parameter, nor for what is sent
-        (with_one_more(False, "lm_head.weight"), {}, r"leaves 1 of 3 .*in part: lm_head.weight \(0 of 4 elem"),
-        (with_one_more(True, "a"), {}, r"leaves 1 of 3 .*in part: a \(0 of 4 elem"),
-        (IN_PART, {}, r"in part: model\.normalizer \(1 of 4 elements\)"),
-        (with_one_more(True), {"restores": False}, r"load_format=dummy: .*unwritten: model\.normalizer "),
-    ],
-)
+@pytest.mark.parametrize(("found", "known", "text"), [
+    # real weights are no excuse for a parameter, nor for what is sent
+    (with_one_more(False, "lm_head.weight"), {}, r"leaves 1 of 3 .*in part: lm_head.weight \(0 of 4 elem"),
+    (with_one_more(True, "a"), {}, r"leaves 1 of 3 .*in part: a \(0 of 4 elem"),
+    (IN_PART, {}, r"in part: model\.normalizer \(1 of 4 elements\)"),
+    (with_one_more(True), {"restores": False}, r"load_format=dummy: .*unwritten: model\.normalizer "),
+])  # fmt: skip
 def test_what_is_left_unwritten_is_named(found: LoadMap, known: dict[str, Any], text: str) -> None:
     with pytest.raises(SyncError, match=text):
         learned(found, **known)

@@ -87,15 +87,12 @@ def joined(model: Any, given: Tensors) -> None:
 COMPUTES, MORE = "its load computes from it", "is written where the load writes more than it"
 
 
-@pytest.mark.parametrize(
-    ("load", "left", "missing", "exact"),
-    [
-        (each(layered), {"a": "goes through aten.add.Tensor", "b": MORE}, ["b"], False),
-        (each(random), {}, [], False),
-        (each(rebinding), {"a": COMPUTES}, [], True),
-        (joined, dict.fromkeys("ab", "goes through aten.unsqueeze_.default"), ["b"], False),
-    ],
-)
+@pytest.mark.parametrize(("load", "left", "missing", "exact"), [
+    (each(layered), {"a": "goes through aten.add.Tensor", "b": MORE}, ["b"], False),
+    (each(random), {}, [], False),
+    (each(rebinding), {"a": COMPUTES}, [], True),
+    (joined, dict.fromkeys("ab", "goes through aten.unsqueeze_.default"), ["b"], False),
+])  # fmt: skip
 def test_left_to_the_model(load: Load, left: dict[str, str], missing: list[str], exact: bool) -> None:
     """A load that lays tensors out otherwise every time is exact, and makes no new layout."""
     model, sender = Pair(load, one_more=torch.zeros(LENGTH, dtype=BF16)), Sender([("a",), ("b",)], (LENGTH,))

@@ -27,7 +27,7 @@ SERVED_LORA = (f"{MODEL}.lora.rank=8", f"{MODEL}.lora.merge=False")
 GUARD = f"{SYNC}.max_probs_diff=0.02"
 UNSERVED = {
     "torchao_config": "int8wo", "modelopt_quant": "fp8", "quantize_and_serve": True, "quantization": "fp8",
-    "rl_quant_profile": "/p", "pp_size": 2, "cpu_offload_gb": 4, "offload_group_size": 2, "kt_weight_path": "/w",
+    "rl_quant_profile": "/p", "pp_size": 2, "kt_weight_path": "/w",
     "disaggregation_mode": "prefill", "moe_runner_backend": "flashinfer_trtllm", "load_format": "bitsandbytes",
 }  # fmt: skip
 ASYNC = ("+async_training.staleness_threshold=0.1",)  # a key of fully_async
@@ -102,7 +102,11 @@ REFUSED: list[tuple[str | tuple[str, ...], str, str]] = [
     *((f"{ROLL}.dtype={name}", f"dtype={name!r}: not a dtype of SGLang's weights", "bfloat16")
       for name in ("bfloat17", "int8")),
     (f"{ROLL}.data_parallel_size=2", "data_parallel_size=2: ", "+" + SGL),
-    (f"{ROLL}.load_format=flash_rl", "load_format='flash_rl': ", "enabled=False"),
+    (f"{ROLL}.pipeline_model_parallel_size=2", "pipeline_model_parallel_size=2: verl's engines have no", "Use 1"),
+    ((OURS, "+rollout.nnodes=abc"), "rollout.nnodes='abc': not a whole number", "for example 1"),
+    *(((*SEPARATE, f"+{ROLL}.checkpoint_engine.engine_kwargs.sync_plugin.{key}"), "weight sync writes it", f"{SYNC}.<")
+      for key in ("timeout=5", "sync.verify=always")),
+    (("model_engine=veomni", f"{SYNC}={{verify: first}}"), f"{SYNC}={{verify: first}} cannot be followed", "Remove"),
     # arguments of SGLang
     *((f"+{SGL}.{key}={value}", f"sglang.{key}={value!r}: ", f"{ROLL}.{ours}") for key, value, ours in (
         ("dp_size", 2, "data_parallel_size"), ("tp_size", 4, "tensor_model_parallel_size"))),
@@ -342,18 +346,15 @@ def test_defaults_and_mappings(wrap: Callable[..., Any]) -> None:
             sync_config_of(wrap({"custom": custom}))
 
 
-@pytest.mark.parametrize(
-    ("key", "values", "remedy"),
-    [
-        ("enabled", ("yes", 1, None), f"Use {SYNC}.enabled=True or False."),
-        ("timeout_seconds", (0, -1.5, True, "300", float("inf"), float("nan"), None, 86401), "Use for example 300"),
-        ("verify", ("sometimes", True, 0, 1.5, None), "Use one of never, first, always, or a number: 10 for every"),
-        ("pause", ("stop", 3, None), "Use one of abort, retract, in_place."),
-        ("delivery", ("in-place", "broadcast", None, ["auto"]), "Use one of auto, staged."),
-        ("max_probs_diff", (0, 2, True, "much", float("nan")), "Use for example 0.02, or remove it."),
-        ("zzz", (5,), "unknown key. Known keys: enabled, timeout_seconds, verify, pause, delivery, max_probs_diff."),
-    ],
-)
+@pytest.mark.parametrize(("key", "values", "remedy"), [
+    ("enabled", ("yes", 1, None), f"Use {SYNC}.enabled=True or False."),
+    ("timeout_seconds", (0, -1.5, True, "300", float("inf"), float("nan"), None, 86401), "Use for example 300"),
+    ("verify", ("sometimes", True, 0, 1.5, None), "Use one of never, first, always, or a number: 10 for every"),
+    ("pause", ("stop", 3, None), "Use one of abort, retract, in_place."),
+    ("delivery", ("in-place", "broadcast", None, ["auto"]), "Use one of auto, staged."),
+    ("max_probs_diff", (0, 2, True, "much", float("nan")), "Use for example 0.02, or remove it."),
+    ("zzz", (5,), "unknown key. Known keys: enabled, timeout_seconds, verify, pause, delivery, max_probs_diff."),
+])  # fmt: skip
 def test_a_bad_value_names_key_value_and_remedy(key: str, values: tuple[Any, ...], remedy: str) -> None:
     for value in values:
         with pytest.raises(ValueError, match=f"^{re.escape(f'{SYNC}.{key}={value!r}: ')}.*{re.escape(remedy)}"):

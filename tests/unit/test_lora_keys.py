@@ -93,20 +93,21 @@ def settled(*overrides: str, strategy: str = "fsdp2") -> DictConfig:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ((), (0, 16, "all-linear", None, None)),
-        (("_rank=8",), (8, 16, "all-linear", None, None)),
-        ((".rank=8", "_rank=8"), (8, 16, "all-linear", None, None)),
-        ((".rank=8", "_alpha=5"), (8, 5, "all-linear", None, None)),
-        ((".rank=8", ".alpha=64", ".target_modules=[q]", ".exclude_modules=[v]"), (8, 64, ["q"], ["v"], None)),
-        ((".rank=8", ".adapter_path=/on/a/worker"), (8, 32, "all-linear", None, "/on/a/worker")),
-    ],
-)
+@pytest.mark.parametrize(("given", "expected"), [
+    ((), (0, 16, "all-linear", None, None)),
+    (("_rank=8",), (8, 16, "all-linear", None, None)),
+    ((".rank=8", "_rank=8"), (8, 16, "all-linear", None, None)),
+    ((".rank=8", "_alpha=5"), (8, 5, "all-linear", None, None)),
+    ((".rank=8", ".alpha=64", ".target_modules=[q]", ".exclude_modules=[v]"), (8, 64, ["q"], ["v"], None)),
+    ((".rank=8", ".adapter_path=/on/a/worker"), (8, 32, "all-linear", None, "/on/a/worker")),
+    # as stock verl, which reads nothing else of the block then
+    (("_rank=8", ".alpha=64", ".dropout=0.1", ".target_modules=[linear_qkv]"), (8, 16, "all-linear", None, None)),
+])  # fmt: skip
 def test_either_way_gives_the_flat_keys(given: tuple[str, ...], expected: tuple[Any, ...], strategy: str) -> None:
     model = settled(*(f"{LORA}{each}" for each in given), strategy=strategy)
     assert tuple(model[key] for key in FLAT) == expected
+    for rank in (".rank=8", "_rank=8"):  # adapts parameters by name alone, or what PEFT knows of the model
+        assert settled(f"{LORA}{rank}", f"{MODEL}.target_modules=null", strategy=strategy).target_modules is None
 
 
 def test_without_lora_peft_is_not_imported(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ MISREAD = [
     (f"{MODEL}.target_modules=[k_proj,v_proj]", "q_proj, k_proj, v_proj in one, and needs factors of q_proj, too"),
     (f"{LORA}.target_modules=[q_proj,k_proj]", "needs factors of v_proj, too"),
     (f"{LORA}.target_modules=[up_proj,down_proj]", "gate_proj, up_proj in one, and needs factors of gate_proj, too"),
-    (f"{MODEL}.target_modules='.*q_proj'", "SGLang takes no pattern"),
+    *((f"{MODEL}.target_modules={each}", "SGLang takes names of modules only") for each in ("'.*q_proj'", "null")),
 ]
 
 
@@ -221,6 +222,8 @@ def test_lora_on_megatron_needs_the_bridge_and_no_dora(merge: bool, monkeypatch:
     assert rollout_of(*given).custom.sync.enabled is True
     text = refused(*given, f"++{LORA}.type=dora")
     assert f"lora.type='dora' with {STRATEGY}=megatron: " in text and f"Set {LORA}.type=lora" in text
+    text = refused(given[0], given[2], f"{MODEL}.lora_rank=8")
+    assert f"{MODEL}.lora_rank=8 with {STRATEGY}=megatron: " in text and f"Set {LORA}.rank=8 instead" in text
 
 
 def test_compositions_that_are_shipped_fit_megatron() -> None:

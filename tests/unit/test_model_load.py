@@ -138,15 +138,12 @@ FIRST, SECOND = "q_a_proj.weight", "kv_a_proj_with_mqa.weight"
 
 
 @pytest.mark.parametrize(("seed", "bucket_bytes"), [(0, 16), (1, 16), (2, 64)])
-@pytest.mark.parametrize(
-    ("names", "together"),
-    [
-        ([f"m.3.{FIRST}", "m.between", f"m.3.{SECOND}", "m.after"], [{0, 2}, {1}, {3}]),
-        ([f"m.3.{SECOND}_scale_inv", "m.between", f"m.3.{FIRST}_scale_inv", "m.after"], [{0, 2}, {1}, {3}]),
-        ([f"l.0.{FIRST}", f"l.1.{FIRST}", f"l.1.{SECOND}", f"l.0.{SECOND}"], [{0, 3}, {1, 2}]),
-        ([f"l.0.{FIRST}", "m.after"], [{0}, {1}]),  # it does not wait for a half that is not sent
-    ],
-)
+@pytest.mark.parametrize(("names", "together"), [
+    ([f"m.3.{FIRST}", "m.between", f"m.3.{SECOND}", "m.after"], [{0, 2}, {1}, {3}]),
+    ([f"m.3.{SECOND}_scale_inv", "m.between", f"m.3.{FIRST}_scale_inv", "m.after"], [{0, 2}, {1}, {3}]),
+    ([f"l.0.{FIRST}", f"l.1.{FIRST}", f"l.1.{SECOND}", f"l.0.{SECOND}"], [{0, 3}, {1, 2}]),
+    ([f"l.0.{FIRST}", "m.after"], [{0}, {1}]),  # it does not wait for a half that is not sent
+])  # fmt: skip
 def test_torn_tensors_arrive_whole(names: list[str], together: list[set[int]], seed: int, bucket_bytes: int) -> None:
     """Covers pairs in one load, and two engine ranks of which each changes what it is given."""
     sender = Sender([(name,) for name in names], (8, 4), bucket_bytes, seed)

@@ -204,13 +204,10 @@ def test_stages_fill_the_same_bucket() -> None:
         assert {int(entry.name[-1]) < 4 for entry in bucket.entries} == {True, False}
 
 
-@pytest.mark.parametrize(
-    ("shares", "said"),
-    [
-        ([Run(0, 0, 4), Run(0, 4, 2)], "hold 6 of 8 elements, 0 of them twice, of parameter 'w'"),
-        ([Run(0, 0, 2, 2, 2, 4), Run(0, 0, 4)], "hold 6 of 8 elements, 2 of them twice, of parameter 'w'"),
-    ],
-)
+@pytest.mark.parametrize(("shares", "said"), [
+    ([Run(0, 0, 4), Run(0, 4, 2)], "hold 6 of 8 elements, 0 of them twice, of parameter 'w'"),
+    ([Run(0, 0, 2, 2, 2, 4), Run(0, 0, 4)], "hold 6 of 8 elements, 2 of them twice, of parameter 'w'"),
+])  # fmt: skip
 def test_ranks_that_do_not_hold_each_element_once_are_refused(shares: list[Run], said: str) -> None:
     views = [View("w", (2, 4), 0, 8, None, (share,)) for share in shares]
     parts = [Part("w", (place,), (4,), "bfloat16", (view,)) for place, view in enumerate(views)]

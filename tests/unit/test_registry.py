@@ -85,13 +85,10 @@ def test_a_missing_engine_is_named_where_verl_asks_for_its_replica(monkeypatch: 
         RolloutReplicaRegistry.get("sglang")
 
 
-@pytest.mark.parametrize(
-    ("registry", "key", "what"),
-    [
-        (RolloutReplicaRegistry._registry, "sglang", "rollout replica"),
-        (_ROLLOUT_REGISTRY, ("sglang", "async"), "rollout adapter"),
-    ],
-)
+@pytest.mark.parametrize(("registry", "key", "what"), [
+    (RolloutReplicaRegistry._registry, "sglang", "rollout replica"),
+    (_ROLLOUT_REGISTRY, ("sglang", "async"), "rollout adapter"),
+])  # fmt: skip
 def test_a_key_taken_later_is_named(registry: Any, key: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(registry, key, "other.Strange")
     SyncRolloutConfig(name="vllm", mode="async")

@@ -168,14 +168,11 @@ def test_figures_are_those_of_the_file_and_nothing_points_elsewhere(tmp_path: Pa
         assert drawn in page.text
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"coverage_missing": 3}, "bad: 1 from step 1 on left parameters of the engine unwritten"),
-        ({"verified_tensors": 0}, "good: all hashed, 1 verified in the engine"),
-        ({"verified_tensors": 0, "hashed_tensors": 0}, "good: 1 hashed, 1 verified in the engine"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"coverage_missing": 3}, "bad: 1 from step 1 on left parameters of the engine unwritten"),
+    ({"verified_tensors": 0}, "good: all hashed, 1 verified in the engine"),
+    ({"verified_tensors": 0, "hashed_tensors": 0}, "good: 1 hashed, 1 verified in the engine"),
+])  # fmt: skip
 def test_the_verdict_says_what_is_wrong_and_what_is_proven(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     changed = line(1, manager="<script>", spans=[('"><script>', 1.0, 1.0)], **changes)
     page = page_of(written(tmp_path, line(0), changed))

@@ -30,6 +30,7 @@ from verl_sync_plugin.errors import HalfWrittenError
 from verl_sync_plugin.rollouts import LocalSpec, rollout_of
 from verl_sync_plugin.rollouts.adapter import calls_of
 from verl_sync_plugin.rollouts.sglang import server as module
+from verl_sync_plugin.rollouts.sglang.refusals import keeps_copy
 from verl_sync_plugin.rollouts.sglang.request import TOKEN_VARIABLE, hand_down, new_token
 from verl_sync_plugin.rollouts.sglang.script_server import ScriptServer
 from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer, SyncSGLangReplica
@@ -422,7 +423,14 @@ def test_a_draft_is_loaded_from_its_checkpoint_and_kept_while_the_engine_sleeps(
     assert ("TMS_RETAIN_CPU_BACKUP" in os.environ) is ("NGRAM" not in arguments.values())
 
 
-SAID = r"\.moe_runner_backend='flashinfer_trtllm' \(as SGLang resolved it at its launch\): .* set \S+=triton"
+def test_a_class_that_the_checkpoint_does_not_name_keeps_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not keeps_copy(["Qwen2ForCausalLM"], {})
+    assert keeps_copy(["Qwen2ForCausalLM"], {"json_model_override_args": '{"architectures": ["Other"]}'})
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "package")
+    assert keeps_copy(["Qwen2ForCausalLM"], {})
+
+
+SAID = r"\.moe_runner_backend='flashinfer_trtllm' \(as SGLang resolved it at its launch\): .* Set \S+=triton"
 
 
 def test_experts_blackwell_reorders_are_refused(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,6 +450,10 @@ def test_experts_blackwell_reorders_are_refused(make: Make, tmp_path: Path, monk
     with pytest.raises(ValueError, match=r"engine_kwargs\.sglang" + SAID) as caught:
         asyncio.run(make(launched(), **COLOCATED).launch_server())
     assert TURN_OFF in str(caught.value)
+    quantized = launched(moe_runner_backend="triton")
+    quantized.model_config = SimpleNamespace(quantization="modelopt_fp8")  # by a file next to the checkpoint
+    with pytest.raises(ValueError, match=r"engine_kwargs\.sglang\.quantization='modelopt_fp8' \(as SGLang resolved it"):
+        asyncio.run(make(quantized, **COLOCATED).launch_server())
     asyncio.run(make(launched(moe_runner_backend="triton"), **COLOCATED).launch_server())
     monkeypatch.setattr(sglang, "Engine", lambda **_: SimpleNamespace(tokenizer_manager=launched()))
     launch = rollout_of("sglang").prepare_local(LocalSpec("folder", {}, 1, "bfloat16", 0.4, False, False, SyncConfig()))

@@ -45,6 +45,8 @@ CASES: list[tuple[Given, str]] = [
     ((f"+{ARGUMENTS}.speculative_algorithm=NEXTN",), f"{ARGUMENTS}.speculative_algorithm='NEXTN' without "),
     ((f"{ROLLOUT}.dtype=auto",), f"{ROLLOUT}.dtype='auto': "),
     ((f"{ROLLOUT}.dtype=auto", f"{ROLLOUT}.checkpoint_engine.backend=nccl"), f"{ROLLOUT}.dtype='auto': "),
+    ((f"{ROLLOUT}.load_format=flash_rl",), f"{ROLLOUT}.load_format='flash_rl': SGLang quantizes"),
+    *(((f"+{ARGUMENTS}.{key}=4",), f"{ARGUMENTS}.{key}=4: ") for key in ("cpu_offload_gb", "offload_group_size")),
     *(((f"+{ARGUMENTS}.{key}={value}",), f"{ARGUMENTS}.{key}={value!r}: weight sync goes by {ROLLOUT}.{key}=")
       for key, value in (("dtype", "float16"), ("load_format", "auto"))),
 ]  # fmt: skip
@@ -90,7 +92,10 @@ def test_stock_verl_moves_the_weights_and_one_line_says_so(
           (QWEN3_MOE, " with decoder_sparse_step=2", {"decoder_sparse_step": 2}),
           ("Qwen3VLMoeForConditionalGeneration", " with mlp_only_layers=[0]", {"text_config": DENSE}),
           ("GptOssForCausalLM", " with mxfp4", {"quantization_config": {"quant_method": "mxfp4"}}))),
-    ("LlamaForCausalLM", {"quantization_config": {"bits": 4}}, (), ("its checkpoint is quantized",)),
+    *(("LlamaForCausalLM", {f"{key}_config": {"bits": 4}}, (), ("its checkpoint is quantized",))
+      for key in ("quantization", "compression")),
+    (QWEN2, {}, (f"+{ARGUMENTS}.json_model_override_args='{{\"architectures\": [\"Llama4ForCausalLM\"]}}'",),
+     ("Llama4ForCausalLM cannot be synced to SGLang",)),
 ])  # fmt: skip
 def test_refused(architecture: str, config: dict[str, Any], overrides: Given, said: Given, tmp_path: Path) -> None:
     text = refused(checkpoint(tmp_path, architecture, **config), *overrides)
@@ -147,11 +152,15 @@ def test_what_verl_moves_by_itself_is_not_refused_for_its_model(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("trainers", "engines"),
-    [("num_hidden_layers=3", 0), ("model_config.num_hidden_layers=1", 0), ("", 1), ("num_hidden_layers=3", 3), ("", 0)],
-)
+    [("num_hidden_layers=3", 0), ("model_config.num_hidden_layers=1", 0), ("", 1), ("num_hidden_layers=3", 3), ("", 0),
+     ("num_layers=1", 0), ("num_layers=1", 1)],  # Megatron's
+)  # fmt: skip
 def test_other_layers_in_trainer_and_engine_are_refused(trainers: str, engines: int, tmp_path: Path) -> None:
     given = [checkpoint(tmp_path, QWEN2, num_hidden_layers=2)]
-    given += [f"+{MODEL}.override_config.{trainers}"] * bool(trainers)
+    megatron = (ON_MEGATRON, f"+{MODEL}.override_config.num_hidden_layers=7")  # which its trainer does not read
+    given += megatron if "num_layers" in trainers else ()
+    key = f"{MEGATRON}.override_transformer_config" if "num_layers" in trainers else f"{MODEL}.override_config"
+    given += [f"+{key}.{trainers}"] * bool(trainers)
     given += [f"+{ARGUMENTS}.json_model_override_args='{{\"num_hidden_layers\": {engines}}}'"] * bool(engines)
     numbers = int(trainers[-1:] or 2), engines or 2
     if numbers[0] == numbers[1]:

@@ -22,7 +22,6 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from platform import python_version
@@ -33,6 +32,7 @@ from packaging.utils import canonicalize_version
 from packaging.version import InvalidVersion
 
 from verl_sync_plugin import build
+from verl_sync_plugin.compat import version_of
 
 OK, WARNING, PROBLEM = LEVELS = ("ok", "warning", "problem")  # from harmless to grave
 SCHEMA = 2  # of the JSON; raised when a key changes its meaning or goes
@@ -50,7 +50,7 @@ TRIED_SGLANG = ">=0.5.12,<=0.5.23,!=0.5.15,!=0.5.16,!=0.5.17,!=0.5.18,!=0.5.19" 
 # What the plugin is made for, what of that its tests ran with, and the remedy for anything else
 RANGES = {
     "verl": (">=0.9,<0.11", ">=0.9,<=0.9.1", "pip install verl==0.9.1"),
-    "sglang": (">=0.5.12", TRIED_SGLANG, "pip install sglang==0.5.12, then verl==0.9.1 transformers==5.9.0"),
+    "sglang": (">=0.5.12", TRIED_SGLANG, "pip install sglang==0.5.12 && pip install verl==0.9.1 transformers==5.9.0"),
 }
 ALLOCATOR_VARIABLES, CUMEM = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), "NCCL_CUMEM_ENABLE"
 SHM, LEAST_SHM_GIB = Path("/dev/shm"), 1.0  # Docker gives 64 MiB; NCCL and Ray's object store need more
@@ -116,7 +116,7 @@ def check_node(overrides: Sequence[str] = ()) -> dict[str, Any]:
     machine = read_machine()
     platform = os.environ.get(PLATFORM, "").strip().lower()
     # The quickstart's environment needs no variable
-    if not (platform or machine["gpus"] or machine["torch_device"]) and _version(CPU_STACK):
+    if not (platform or machine["gpus"] or machine["torch_device"]) and version_of(CPU_STACK):
         platform = "cpu"
     probed = probe(overrides, {PLATFORM: platform} if platform else {})
     found = [*check_versions(versions, probed["verl"]), *check_entry_points()]
@@ -134,13 +134,7 @@ def check_node(overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 def installed() -> dict[str, str | None]:
     """The version of each package, ``None`` where it is not installed; the plugin's with its commit."""
-    return {PLUGIN: build(), "python": python_version(), **{name: _version(name) or None for name in PACKAGES}}
-
-
-def _version(package: str) -> str:
-    with suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return ""
+    return {PLUGIN: build(), "python": python_version(), **{name: version_of(name) or None for name in PACKAGES}}
 
 
 def check_versions(versions: Versions, imported: str | None) -> Iterator[Finding]:

@@ -78,8 +78,8 @@ def _head(run: Run) -> str:
     return f"<h1>{escape(title_of(run))}</h1>{verdict}<p>{escape(source)}</p>"
 
 
-def seconds(value: float, _: object = None) -> str:
-    """A time for people: 7.73 s, 0.19 s, 26 ms, 31 µs. Also a formatter of axes."""
+def seconds(value: float) -> str:
+    """A time for people: 7.73 s, 0.19 s, 26 ms, 31 µs."""
     return f"{value:.2f} s" if value >= 0.1 else _scaled(value, "s", 0)
 
 
@@ -116,6 +116,8 @@ def _charts(runs: Sequence[Run]) -> str:
 
 def _draw_syncs(runs: Sequence[Run], axes: Axes) -> None:
     """The later syncs by stage, and the slowest of each bar unless it makes all others flat."""
+    from matplotlib.ticker import EngFormatter
+
     later, slowest = runs[0].later, runs[0].slowest
     size = -(-len(later) // BARS)
     groups = [later[start : start + size] for start in range(0, len(later), size)]
@@ -140,12 +142,14 @@ def _draw_syncs(runs: Sequence[Run], axes: Axes) -> None:
     every = -(-len(groups) // 10)
     axes.set_xticks(range(0, len(groups), every), [str(group[0].step) for group in groups[::every]])
     axes.set_xlabel("training step")
-    axes.yaxis.set_major_formatter(seconds)
+    axes.yaxis.set_major_formatter(EngFormatter("s"))
     mean = f", each bar the mean of {size}" if size > 1 else ""
     axes.set_title(f"Later syncs: the whole phase, which a training step waits for{mean}", pad=16)
 
 
 def _draw_stages(sync: Sync, which: str, axes: Axes) -> None:
+    from matplotlib.ticker import EngFormatter
+
     spans, lanes = sync.slowest.spans, _lanes(sync)
     zero = min(start for _, start, _ in spans)
     for row, lane in enumerate(lanes):
@@ -153,9 +157,9 @@ def _draw_stages(sync: Sync, which: str, axes: Axes) -> None:
         axes.broken_barh(own, (row - 0.4, 0.8), color=STAGE_COLOURS.get(lane, "#444b53"))
     axes.set_yticks(range(len(lanes)), [f"{lane}  {seconds(total)}" for lane, total in lanes.items()])
     axes.invert_yaxis()
-    axes.xaxis.set_major_formatter(seconds)
-    ran = "ran on the reporting rank; engine_load in the engine"
-    axes.set_title(f"When the stages of step {sync.step}, {which}, {ran}")
+    axes.xaxis.set_major_formatter(EngFormatter("s"))
+    of = "of the reporting rank; engine_load of the engine; sleep came earlier"
+    axes.set_title(f"Stages of step {sync.step}, {which}, {of}")
 
 
 def _lanes(sync: Sync) -> dict[str, float]:

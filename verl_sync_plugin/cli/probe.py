@@ -184,6 +184,7 @@ def check_model(config: Any, overrides: Sequence[str]) -> list[Finding]:
     has to be on this machine, in a folder or in the cache of the Hugging Face Hub."""
     from transformers.utils import cached_file
 
+    from verl_sync_plugin.hooks.driver import model_overrides
     from verl_sync_plugin.rollouts import rollout_of
 
     key, actor = "actor_rollout_ref.model.path", config.actor_rollout_ref
@@ -200,7 +201,7 @@ def check_model(config: Any, overrides: Sequence[str]) -> list[Finding]:
         return [warning("model", text, f"hf download {path} config.json, then ask again")]
     folder = os.path.dirname(found)
     try:
-        rollout_of(actor.rollout.name).refuse_checkpoint(folder, actor.model.get("override_config"), actor.rollout)
+        rollout_of(actor.rollout.name).refuse_checkpoint(folder, *model_overrides(actor), actor.rollout)
     except ValueError as error:
         return [_split("model", str(error), "use another model")]
     try:
@@ -235,12 +236,17 @@ def _sent(folder: str, config: Any) -> list[Finding]:
     served = bool(lora_rank_of(model)) and not model.lora.get("merge", False)
     what = "the first sync sends the base, and each an adapter: " if served else "a sync sends "
     sends = f"{len(plan.names)} tensors, {size_text(plan.nbytes)} as {rollout.dtype}, in buckets of {megabytes} MiB"
-    if quantization := rollout.get("quantization", None):
+    quantization, merged = rollout.get("quantization", None), bool(lora_rank_of(model)) and not served
+    if quantization:
         sends += f"; in the first sync the engine says which of them it keeps in {quantization}"
 
     tp, pp = (int(rollout.get(f"{each}_model_parallel_size", 1) or 1) for each in ("tensor", "pipeline"))
     each, staging = size_text(plan.nbytes / (tp * pp)), size_text(2 * max(bucket.nbytes for bucket in plan.buckets))
-    takes = f"per GPU about {each} in the engine, and at most {staging} of staging where weights are not read in place"
+    takes = (
+        f"per GPU about {each} in the engine{' (in fp8 half of it)' * bool(quantization)}, and at most {staging} of "
+    )
+    takes += f"staging{' (twice that in the first sync)' * bool(quantization)} where weights are not read in place"
+    takes += "; 224 MiB to merge the adapter" * merged
     if rollout.checkpoint_engine.get("backend", "naive") == "naive" and not served:
         engine: Any = rollout_of(rollout.name)
         copied = engine.keeps_copy(names, engine.engine_arguments(rollout))

@@ -8,6 +8,7 @@ log-probabilities. The judges share no code with what moves the bytes.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 from collections.abc import Sequence
@@ -69,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"--tp {tp} with WORLD_SIZE={world}: start one process per engine rank, with torchrun "
             f"--nproc-per-node {tp} -m verl_sync_plugin.cli prove {model} --tp {tp}"
         )
+    if importlib.util.find_spec("torch") is None:
+        raise ValueError("torch is not installed here: run it where verl and SGLang run")
     import torch
     import torch.distributed as dist
 

@@ -2,9 +2,9 @@
 """Adds the plugin's keys to Hydra, by its plugin interface: a config source that serves verl's own ``rollout/rollout``
 of the installed version with the short bucket key, ``custom.sync`` and a ``_target_`` that validates.
 
-The driver settles a default of ours on a key of verl's (``hooks/driver.py``); until then the value is an interpolation,
-which says that nobody has given one, and which every process can resolve. Ready compositions (``+sync=...``) and the
-callback that settles come from the package's ``configs`` folder.
+Our default for a key of verl's is an interpolation, which any process can resolve. By it the driver sees that nobody
+gave a value, and writes the plain one (``hooks/driver.py``). Ready compositions (``+sync=...``) and the driver's
+callback come from the package's ``configs`` folder.
 """
 
 from __future__ import annotations

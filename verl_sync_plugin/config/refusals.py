@@ -18,6 +18,7 @@ from verl_sync_plugin.config.settings import (
     MODEL,
     ROLLOUT,
     SEPARATE_BACKEND,
+    is_whole,
     lora_rank_of,
     section,
     sync_config_of,
@@ -49,10 +50,6 @@ def left_to_verl(rollout: Any) -> str:
     return ""
 
 
-def _count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
 def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -62,13 +59,15 @@ def _boolean(value: Any) -> bool:
 
 
 _WHOLE = "not a whole number from 0 on"
+_OWN_GPUS = [f"{pool}.{key}" for pool in (ROLLOUT, "rollout") for key in OWN_GPUS]
 # Keys of verl's whose values nobody checks before they are used: the test, the problem, what to use instead.
 # Hydra reads ``no`` and ``off`` as words, and a word counts as true wherever it is not asked for
 VALUES: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     f"{ROLLOUT}.multi_stage_wake_up": (_boolean, "not a boolean", f"{ROLLOUT}.multi_stage_wake_up=True or False"),
-    **{f"{MODEL}.{key}": (_count, _WHOLE, "for example 32") for key in ("lora.rank", "lora_rank")},
-    **{f"{ROLLOUT}.{key}": (_count, _WHOLE, "for example 1") for key in SIZES},
-    **{f"{ROLLOUT}.{key}": (lambda value: str(value).isdecimal(), _WHOLE, "for example 1") for key in OWN_GPUS},
+    **{f"{MODEL}.{key}": (is_whole, _WHOLE, "for example 32") for key in ("lora.rank", "lora_rank")},
+    **{f"{ROLLOUT}.{key}": (is_whole, _WHOLE, "for example 1") for key in SIZES},
+    f"{ROLLOUT}.{SIZES[2]}": (lambda value: value in (0, 1), "verl's engines have no pipeline stages", "1"),
+    **dict.fromkeys(_OWN_GPUS, (lambda value: str(value).isdecimal(), _WHOLE, "for example 1")),
     **{f"{MODEL}.{key}": (_number, "not a number", "for example 32") for key in ("lora.alpha", "lora_alpha")},
     f"{MODEL}.lora.merge": (_boolean, "not a boolean", f"{MODEL}.lora.merge=True or False"),
 }
@@ -99,6 +98,7 @@ def refuse_combinations(config: Any, moves: bool) -> None:
     rank, merge = lora_rank_of(model), bool(section(model, "lora", f"{MODEL}.lora").get("merge", False))
     served, use_v1 = bool(rank) and not merge, v1 and trainer.get("use_v1", True)
     pool, where = (rollout, ROLLOUT) if v1 else (config.rollout, "rollout")
+    refuse_values(where, pool)
     nodes, each = (int(pool.get(key, None) or 0) for key in OWN_GPUS)
     own = pool is not rollout and not OmegaConf.select(config, "async_training.use_dynamic_resource_scheduling")
     gpus, needed = nodes * each, math.prod(rollout.get(key, None) or 1 for key in SIZES)
@@ -166,8 +166,10 @@ def refuse_megatron_lora(megatron: Any, model: Any) -> None:
     bridge = "the package megatron.bridge, which has LoRA for Megatron, is not installed where the driver runs"
     dora, vanilla = (model.get("lora", None) or {}).get("type", None) == "dora", megatron.get("vanilla_mbridge", False)
     lora, strategy, find = f"LoRA rank {rank}", f"{ACTOR}.strategy=megatron", importlib.util.find_spec
+    flat, unread = not (model.get("lora", None) or {}).get("rank", None), "verl's Megatron engine reads only lora.rank"
     refuse_first(
         "",
+        (flat, f"{MODEL}.lora_rank={rank} with {strategy}", unread, f"Set {MODEL}.lora.rank={rank} instead"),
         (dora, f"{MODEL}.lora.type='dora' with {strategy}", left_out, f"Set {MODEL}.lora.type=lora"),
         (vanilla, f"{ACTOR}.megatron.vanilla_mbridge=True with {lora}", "mbridge has no LoRA", NO_MEGATRON_LORA),
         (not (find("megatron") and find("megatron.bridge")), f"{lora} with {strategy}", bridge, NO_MEGATRON_LORA),

@@ -137,14 +137,17 @@ def lora_rank_of(model: Any) -> int:
     return max(int(model.get("lora_rank", 0) or 0), int((model.get("lora", None) or {}).get("rank", 0) or 0))
 
 
+def is_whole(value: Any, least: float = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 def bucket_megabytes(short: Any, long: Any, given: bool = True) -> int:
     """The size of a bucket in MiB: the short key's value, else the long key's, of which at most 512 counts unless
     somebody has ``given`` it. Raises ValueError where both are given and differ, and for another value than a whole
     number from 1 on."""
     key, size = (LONG_BUCKET_KEY, long) if short is None else (SHORT_BUCKET_KEY, short)
-    whole = isinstance(size, int) and not isinstance(size, bool)
-    if not whole or size <= 0:
-        why = "a bucket must hold at least 1 MiB" if whole else "not a whole number of MiB"
+    if not is_whole(size, 1):
+        why = "a bucket must hold at least 1 MiB" if is_whole(size, -math.inf) else "not a whole number of MiB"
         raise ValueError(f"{key}={size!r}: {why}. Use for example {key}=512.")
     if given and None not in (short, long) and short != long:
         raise ValueError(f"{SHORT_BUCKET_KEY}={short} and {LONG_BUCKET_KEY}={long} {DIFFER}")

@@ -8,7 +8,7 @@ bucket's first byte all the same.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -46,25 +46,11 @@ class BucketMemory(Memory):
         return slot.narrow(0, start, nbytes)
 
 
-class Targets:
-    """Finds the memory at an absolute address among flat storages."""
-
-    def __init__(self, flats: Iterable[torch.Tensor]) -> None:
-        self._flats = sorted(flats, key=torch.Tensor.data_ptr)
-        self._starts = [flat.data_ptr() for flat in self._flats]
-
-    def find(self, address: int) -> tuple[torch.Tensor, int]:
-        """The flat storage (uint8) that holds an address, and the offset in it."""
-        index = bisect_right(self._starts, address) - 1
-        return self._flats[index], address - self._starts[index]
-
-
 class _PlainTable:
     """Does the same as ``KernelTable``, block by block."""
 
-    def __init__(self, blocks: list[Block], targets: Targets) -> None:
-        self._blocks = blocks
-        self._targets = targets
+    def __init__(self, blocks: list[Block], targets: Sequence[torch.Tensor]) -> None:
+        self._blocks, self._targets = blocks, sorted(targets, key=torch.Tensor.data_ptr)
 
     def run(
         self, memory: Memory, sums: torch.Tensor, copy: bool = True, flags: torch.Tensor | None = None, target: int = 0
@@ -73,11 +59,12 @@ class _PlainTable:
             slot, source = memory.at(block.region, block.source)
             if block.grow == 2:
                 wide = runs(slot, source, 2 * block.width, block.count, block.source_stride).view(torch.float32)
-                slot, source = wide.to(torch.bfloat16).view(torch.uint8).reshape(-1), 0  # close together
+                slot, source = wide.to(torch.bfloat16).view(torch.uint8).reshape(-1), 0  # now contiguous
                 block = replace(block, source_stride=block.width, grow=1)
             if copy:
-                flat, start = self._targets.find(target + block.target)
-                copy_runs(slot, source, flat, start, block)
+                address = target + block.target
+                flat = self._targets[bisect_right(self._targets, address, key=torch.Tensor.data_ptr) - 1]
+                copy_runs(slot, source, flat, address - flat.data_ptr(), block)
             sums[block.group] += hash_block(slot, source, block)
             if flags is not None and block.dtype in EXPONENTS:  # there is no norm of 8-bit floats
                 dtype = getattr(torch, block.dtype)
@@ -95,8 +82,7 @@ class Copier:
     each as uint8 of shape ``(n,)``."""
 
     def __init__(self, device: torch.device, targets: Sequence[torch.Tensor]) -> None:
-        self.device = device
-        self._targets = Targets(targets)
+        self.device, self._targets = device, targets
         self.kernel = kernel_works(device)
 
     def prepare(self, blocks: list[Block], homes: Sequence[int] = ()) -> Prepared:

@@ -87,7 +87,7 @@ def move_rows(  # type: ignore[no-untyped-def]
     lanes = tl.load(narrow + 2 * rows + row)
     PAIRS: tl.constexpr = LANE == 8 and not CAST
     if LANE == 8:
-        # Hazard: said of an address before it is a pointer, it is forgotten, and accesses are half as wide
+        # Hazard: Triton drops an alignment hint on an integer address, and accesses are half as wide
         write = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), 16 if PAIRS else 8)
         read = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
     elif LANE == 2:

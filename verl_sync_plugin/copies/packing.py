@@ -20,8 +20,8 @@ from verl_sync_plugin.layout.tensors import Bucket, Fill, Hull, Plan, Shard, Sli
 # How a shard is read: by the kernel as it is, by the kernel cast from fp32 to bf16, by torch, or by its own ``fill``,
 # which also reads it in place
 AS_IS, CAST, BY_TORCH, QUANTIZED = range(4)
-# Elements that are moved to the device or merged at a time, but for a short rest, which goes with those before it; in
-# fp32 a whole bucket of them would take twice its size
+# Elements that are moved to the device or merged at a time; a short rest joins the chunk before it. In fp32 a whole
+# bucket of them would take twice its size
 MERGE_CHUNK = 1 << 24
 LONGEST_CHUNK = MERGE_CHUNK + MERGE_CHUNK // 8
 

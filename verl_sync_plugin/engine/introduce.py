@@ -79,8 +79,8 @@ class Storages:
 
 
 class Places:
-    """Remembers where a model's tensors lie, those that its modules keep as attributes among them. CUDA graphs read
-    them there, and a load may compute some elsewhere."""
+    """Remembers where a model's parameters, buffers and tensor attributes lie. CUDA graphs read them there, and a load
+    may put some elsewhere."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         weights = {storage_of(parameter) for parameter in module.parameters()}
@@ -89,7 +89,7 @@ class Places:
             for each in module.modules()
             for owned in (each._parameters, each._buffers, vars(each))
             for key, tensor in owned.items()
-            # A view of a parameter is what that is
+            # A view of a parameter moves with it
             if isinstance(tensor, torch.Tensor) and (owned is each._parameters or storage_of(tensor) not in weights)
         ]
 
@@ -98,7 +98,7 @@ class Places:
         """Puts back what a load has put elsewhere. Raises ValueError for what has another shape or dtype there."""
         for owned, key, first in self._first:
             now = owned.get(key)
-            if not isinstance(now, torch.Tensor) or now.is_meta or first.is_meta or _place(now) == _place(first):
+            if not isinstance(now, torch.Tensor) or now.is_meta or first.is_meta or place_of(now) == place_of(first):
                 continue
             if (now.shape, now.dtype) != (first.shape, first.dtype):
                 raise ValueError(f"a load gives {key!r} another shape or dtype. To train this model, {TURN_OFF}.")
@@ -321,10 +321,10 @@ class _Introduction:
 
 
 class _Writing:
-    """A write on its way into the table.
+    """A ``Write``, and where it goes.
 
     Attributes:
-        dead: nothing of it lasts.
+        dead: overwritten whole.
     """
 
     dead = False
@@ -418,7 +418,9 @@ def _marks(
         elif meta.dtype.is_floating_point:
             flat = flats[owner] = bits[start : start + nbytes]
         else:
-            flat = flats[owner] = _whole_numbers(meta.dtype, nbytes, generator)
+            small, shape = 2 if meta.dtype == torch.bool else 64, (nbytes // meta.dtype.itemsize,)
+            numbers = torch.randint(0, small, shape, generator=generator, device=device)
+            flat = flats[owner] = numbers.to(meta.dtype).view(torch.uint8)
         start += align(nbytes)
         marks.append((source.name, flat.view(meta.dtype).as_strided(source.shape, meta.stride())))
     return marks
@@ -447,12 +449,6 @@ def _chunks(sources: Mapping[str, Entry], owners: Mapping[str, str], model: Engi
         yield chunk
 
 
-def _whole_numbers(dtype: torch.dtype, nbytes: int, generator: torch.Generator) -> torch.Tensor:
-    """Small whole numbers as bytes of shape ``(nbytes,)``."""
-    most, shape = 2 if dtype == torch.bool else 64, (nbytes // dtype.itemsize,)
-    return torch.randint(0, most, shape, generator=generator, device=generator.device).to(dtype).view(torch.uint8)
-
-
 # ------------------------------------------------------------------------------------------------------- small things
 def box_between(source: torch.Tensor, target: torch.Tensor) -> Box:
     """The box of ``target.copy_(source)``."""
@@ -471,13 +467,13 @@ def _constant(storage: int, spans: Spans, value: float, tensor: torch.Tensor) ->
     return Constant(storage, pairs_of(spans), bits)
 
 
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+def place_of(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _lies(module: torch.nn.Module) -> set[tuple[str, tuple[object, ...]]]:
     """Finds the place of every tensor of the model, by name."""
-    return {(name, _place(tensor)) for name, tensor in model_tensors(module)}
+    return {(name, place_of(tensor)) for name, tensor in model_tensors(module)}
 
 
 def _holds(constant: Constant, flat: torch.Tensor) -> bool:

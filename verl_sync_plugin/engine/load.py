@@ -28,6 +28,7 @@ from verl_sync_plugin.engine.introduce import (
     introduce,
     is_turned,
     kept_in_fp8,
+    place_of,
     taken,
     views_of,
 )
@@ -56,13 +57,8 @@ class LayoutKey:
             self._modules = list(self._model.module.modules())
             self._children = [child for each in self._modules for child in each._modules.values()]
             self._owned = [owned for each in self._modules for owned in (each._parameters, each._buffers)]
-        tensors = tuple(
-            (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-            for owned in self._owned
-            for tensor in owned.values()
-            if tensor is not None
-        )
-        return (self._model.layout_token(), *tensors)
+        tensors = (tensor for owned in self._owned for tensor in owned.values() if tensor is not None)
+        return (self._model.layout_token(), *map(place_of, tensors))
 
 
 class _Work(NamedTuple):
@@ -118,8 +114,8 @@ class ModelLoad:
         self._now = self._key.now()
 
     def begin(self) -> None:
-        """Before a sync is loaded: finds out what the model does with the tensors, where that is not known or its
-        parameters have moved; then they hold rubbish, so the sync has to be loaded. Writes constants."""
+        """Call it before a sync is loaded. Makes the load map where there is none or parameters have moved; parameters
+        then hold marks, so the sync has to be loaded. Writes constants."""
         self._put_back()
         now, self._now = self._now or self._key.now(), None
         if now != self._layout:

@@ -48,9 +48,9 @@ class Recording:
 
     Attributes:
         writes: into the model, in their order.
-        refused: names that something other than views and copies was done with, and what.
-        taken: names of these of which something ended up in the model, or with the host.
-        computed: names of these of which other values may have been made on the way, which depend on their dtype.
+        refused: names of tensors that were not only viewed and copied, and what was done.
+        taken: names in ``refused`` of which something reached the model or the host.
+        computed: names in ``refused`` whose values may have been changed on the way, depending on their dtype.
         computed_from: storages of the model from which the load computed something.
     """
 

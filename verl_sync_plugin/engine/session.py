@@ -45,9 +45,9 @@ class ReceiverSession:
         self._load: ModelLoad | None = None
         self._stagings: tuple[Slots, ...] = ()
         self._regions = Regions()
-        self._least: int | None = None  # that the engine's allocator held at any sync
+        self._least: int | None = None  # fewest bytes the allocator held at a sync
         self._lives: tuple[Live, ...] = ()
-        self._maps = True  # trainer ranks' allocations, as far as is known
+        self._maps = True  # False once parameters could not be mapped
         self._reserved = 0
 
     def run(self, channel: Channel, request: LoadRequest) -> None:

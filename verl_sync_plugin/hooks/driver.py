@@ -184,7 +184,7 @@ def asked_for(rollout: Any, overrides: Sequence[str]) -> str:
     """The first key under ``rollout.custom.sync`` that the user gave (``enabled=True`` too), one by one or by
     ``+sync=...``, with its value; empty when nobody counts on the plugin."""
     for override in overrides if sync_config_of(rollout).enabled else ():
-        if override.lstrip("+~").startswith((f"{KEY_PREFIX}.", "sync=colocated", "sync=separate")):
+        if override.lstrip("+~").startswith((KEY_PREFIX, "sync=colocated", "sync=separate")):
             return override.lstrip("~")
     return next(iter(changed(rollout)), "")
 
@@ -221,8 +221,11 @@ def apply_rollout_keys(rollout: DictConfig, resolved: bool) -> None:
         if not (ours and hydra_source.given(rollout, "multi_stage_wake_up", True)):
             rollout.multi_stage_wake_up = True
     if backend_of(rollout) == SEPARATE_BACKEND:  # of all the rollout's keys, verl hands it only these
+        name = f"checkpoint_engine.engine_kwargs.{SEPARATE_BACKEND}"
         settings = {"sync": asdict(sync_config_of(rollout)), "dtype": str(rollout.dtype), "rollout": str(rollout.name)}
-        OmegaConf.update(rollout, f"checkpoint_engine.engine_kwargs.{SEPARATE_BACKEND}", settings, force_add=True)
+        if (given := OmegaConf.select(rollout, name)) and given != settings:
+            raise ValueError(f"{ROLLOUT}.{name}={given}: weight sync writes it. Use {KEY_PREFIX}.<key>=<value>.")
+        OmegaConf.update(rollout, name, settings, force_add=True)
 
 
 def leave_to_verl(rollout: DictConfig, resolved: bool) -> None:
@@ -252,19 +255,25 @@ def settle_trainer(actor_rollout_ref: Any, ours: bool) -> None:
     rollout, engine = actor_rollout_ref.rollout, rollout_of(actor_rollout_ref.rollout.name)
     if ours:
         engine.refuse_quantization(rollout, model)
-        engine.refuse_checkpoint(str(model.get("path")), model.get("override_config"), rollout)
+        engine.refuse_checkpoint(str(model.get("path")), *model_overrides(actor_rollout_ref), rollout)
     stock: Any = OmegaConf.to_container(OmegaConf.load(hydra_source.verl_configs() / "model" / "hf_model.yaml"))
     refuse_near_misses(section(model, "lora", f"{MODEL}.lora"), stock["lora"], f"{MODEL}.lora")
     if strategy in FLAT_LORA_TRAINERS:
         plain: Any = OmegaConf.to_container(model, resolve=True)
         with read_write(model), open_dict(model):
             for key, value in unify(plain, stock, engine).items():
-                if value is not None:
-                    OmegaConf.update(model, key, value, force_add=True)
+                OmegaConf.update(model, key, value, force_add=True)
         if ours:
             refuse_lora(model, strategy, engine)
     if strategy == "megatron":
         refuse_megatron_lora(OmegaConf.select(actor_rollout_ref, "actor.megatron") or {}, model)
+
+
+def model_overrides(actor_rollout_ref: Any) -> tuple[str, Any]:
+    """The key by which the trainer's model differs from its checkpoint's configuration, and what is there."""
+    megatron = OmegaConf.select(actor_rollout_ref, "actor.strategy") == "megatron"
+    path = "actor.megatron.override_transformer_config" if megatron else "model.override_config"
+    return f"actor_rollout_ref.{path}", OmegaConf.select(actor_rollout_ref, path)
 
 
 @dataclass

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainers: verl's own, which also log what each sync cost, and whose actor workers are ours; and their clients of a
-separate rollout, whose servers may die and of which one call may span a sync."""
+"""Extends verl's trainers: they log what each sync cost, and use our actor workers. Extends their clients of a separate
+rollout: a server may die, and a call may span a sync."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ Pairs = tuple[tuple[int, int], ...]  # the same, to be sent
 NOTHING: Spans = np.zeros((0, 2), dtype=np.int64)
 ROUNDED = "is kept in several dtypes"
 UNEVEN = "the engine's ranks hold parts of it that cannot be compared together"
-MOST_TIMES = 1 << 20  # that an element is counted; the hash loses nothing up to 2^32
+MOST_TIMES = 1 << 20  # counts of one element in a sum; the hash is exact up to 2^32
 
 
 class Box(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
@@ -51,7 +51,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
 
     @property
     def run_count(self) -> int:
-        """The number of ``Run`` it is; a run may repeat in one more dimension."""
+        """How many ``Run`` it makes; each covers at most two dimensions."""
         outer = self.dims[:-1] if self.width > 1 else self.dims
         return math.prod(size for size, _, _ in outer[:-1])
 
@@ -105,7 +105,7 @@ class Move(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Constant(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes that hold the same whatever is loaded; ``bits`` are all of them, or one element that repeats."""
+    """Bytes that hold the same whatever is loaded; ``bits`` is one element, which repeats."""
 
     storage: int
     spans: Pairs
@@ -134,7 +134,7 @@ class NotCopied(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         tensor: its number.
         why: in words.
-        dtype: the widest of which the load could make anything; empty for whatever the trainer has.
+        dtype: the widest that the load could use; empty for whatever the trainer has.
         takes: which elements the load takes.
     """
 
@@ -148,7 +148,7 @@ class LoadMap(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """Attributes:
     model: engine and class, such as "SGLang's LlamaForCausalLM".
     storages: the storages of the model.
-    moves: what a load copies. Of tensors in ``not_copied`` too, where it was found in the model as the trainer has it.
+    moves: what a load copies; of a tensor in ``not_copied`` too, where its marks were found unchanged in the model.
     constants: what a sync writes in addition.
     own_load: why a sync leaves all tensors to the model's own load; empty where it copies them.
     not_copied: the tensors that are no mere copies.
@@ -359,7 +359,7 @@ class Tensors:
         return owners_of(self._buckets)
 
 
-HashedPart = tuple[int, Box | None]  # of which tensor, and which elements; ``None``: all bytes that are its to count
+HashedPart = tuple[int, Box | None]  # number of the tensor, and its elements; ``None``: all of its bytes
 
 
 def read_parts(found: LoadMap, owners: Mapping[int, int]) -> list[HashedPart]:
@@ -404,8 +404,8 @@ def weigh(numels: Sequence[int], everyone: Sequence[Sequence[HashedPart]]) -> tu
 
 
 def balance(numel: int, boxes: Sequence[Box | None]) -> tuple[int, tuple[int, ...]]:
-    """``weigh`` for the parts of one tensor, wherever they are; -1 and zeros where some elements are nobody's, or a
-    part overlaps what there is unequally often."""
+    """``weigh`` for the parts of one tensor on all ranks; -1 and zeros where no part has some element, or the elements
+    of one part are held unequally often."""
     nothing = -1, (0,) * len(boxes)
     spans = [np.array([[0, numel]]) if box is None else box_spans(box, True) for box in boxes]
     edges = np.unique(np.concatenate([NOTHING, *spans]))

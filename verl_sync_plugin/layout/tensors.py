@@ -176,8 +176,8 @@ class Fill(Protocol):
     def __call__(
         self, segment: int, slices: Sequence[Slice], hashed: tuple[Mapping[str, int], torch.Tensor] | None = None
     ) -> Sequence[Slice]:
-        """Starts to write them into the segment at an address. With ``hashed``, numbers of tensors by name and their
-        sums, only adds their hashes there. Returns the slices that are to be written one by one."""
+        """Starts to write ``slices`` into the segment at an address; or, with ``hashed`` (numbers by name, and sums),
+        only adds their hashes to the sums. Returns the slices that the caller must pack."""
 
 
 # Not frozen: thousands are made in every sync, and that would take three times as long

@@ -118,9 +118,9 @@ class LoRAWeight(Weight):
 
 
 class Adapters:
-    """The adapters of a PEFT model that compute when this is made; a later sync that finds others would send weights
-    that nobody trains. Raises ValueError, with the module's name, for an adapter that cannot be merged, and where
-    several are active. ``weights`` are all adapted weights by the names that ``rename`` gives to state-dict keys."""
+    """Records the active adapters of a PEFT model; ``check`` refuses a later sync that finds others. Raises ValueError,
+    with the module's name, for an adapter that cannot be merged, and where several are active. ``weights`` are all
+    adapted weights by the names that ``rename`` gives to state-dict keys."""
 
     def __init__(self, model: torch.nn.Module, rename: Callable[[dict[str, Any]], dict[str, Any]] = dict) -> None:
         from peft.tuners.lora import LoraLayer

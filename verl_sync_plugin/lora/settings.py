@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from verl_sync_plugin.config.settings import DIFFER, MODEL, lora_rank_of
+from verl_sync_plugin.log import say
 
 if TYPE_CHECKING:
     from verl_sync_plugin.rollouts import Rollout
@@ -43,12 +44,16 @@ def unify(model: Mapping[str, Any], stock: Mapping[str, Any], engine: Rollout) -
     is asked where it is to serve the adapter. Raises ValueError, with key, value and remedy, where block and flat keys
     differ, and for a setting that FSDP or the engine does not know."""
     block, stock_block = model.get("lora") or {}, stock.get("lora") or {}
+    if model.get("lora_rank") and not block.get("rank"):  # then verl's FSDP engine reads of the block only ``merge``
+        if idle := [f"{MODEL}.lora.{k}={v!r}" for k, v in block.items() if k != "merge" and v != stock_block.get(k)]:
+            say(f"{', '.join(idle)}: no effect, because {MODEL}.lora_rank is given, and {MODEL}.lora.rank is not")
+        block = {"merge": block.get("merge")}
 
     def given(key: str, flat: str) -> Any:
-        """The value under either key; ``None`` when under neither."""
+        """The value under either key."""
         inner, outer = block.get(key), model.get(flat, stock.get(flat))
         if not inner or inner == stock_block.get(key):
-            return None if outer == stock.get(flat) else outer
+            return outer
         if outer not in (stock.get(flat), inner):
             raise ValueError(f"{MODEL}.lora.{key}={inner!r} and {MODEL}.{flat}={outer!r} {DIFFER}")
         return inner
@@ -62,13 +67,9 @@ def unify(model: Mapping[str, Any], stock: Mapping[str, Any], engine: Rollout) -
         if key not in _TAKEN and value != stock_block.get(key):
             taken = ", ".join(_TAKEN[:-1])
             raise ValueError(f"{MODEL}.lora.{key}={value!r}: an FSDP trainer takes only {taken}. Remove it.")
-    alpha = given("alpha", "lora_alpha")
-    if alpha is None:
-        alpha = stock["lora_alpha"] if model.get("lora_rank") else stock_block["alpha"]  # as verl with that rank
-    found: dict[str, Any] = {"lora_rank": rank, "lora_alpha": alpha, "lora_adapter_path": path}
-    for key in _MODULES:
-        value = given(key, key)
-        found[key] = stock.get(key) if value is None else value
+    flat = model.get("lora_rank") or model.get("lora_alpha") != stock["lora_alpha"]
+    alpha = given("alpha", "lora_alpha") if flat else block.get("alpha") or stock_block["alpha"]  # as verl by that rank
+    found = {"lora_rank": rank, "lora_alpha": alpha, "lora_adapter_path": path, **{k: given(k, k) for k in _MODULES}}
     targets = found["target_modules"]
     for name in targets if isinstance(targets, list) else []:
         if name.rpartition(".")[2].startswith("linear_"):

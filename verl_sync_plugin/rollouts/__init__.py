@@ -70,9 +70,9 @@ class Rollout(Protocol):
     def refuse_quantization(self, rollout: Any, model: Any) -> None:
         """Refuses a ``rollout.quantization`` that the engine cannot follow, with this model's keys."""
 
-    def refuse_checkpoint(self, path: str, override_config: Any = None, rollout: Any = None) -> None:
-        """As ``refuse_family``, by a folder of this machine; also where ``model.override_config`` and verl's rollout
-        config give trainer and engine different numbers of layers."""
+    def refuse_checkpoint(self, path: str, key: str = "", overrides: Any = None, rollout: Any = None) -> None:
+        """As ``refuse_family``, by a folder of this machine; also where the trainer's ``overrides`` of its model, by
+        ``key``, and verl's rollout config give trainer and engine different numbers of layers."""
 
     def refuse_family(self, path: str, config: Mapping[str, Any], rollout: Any = None) -> None:
         """Refuses a model by the content of its ``config.json``, with verl's rollout config."""

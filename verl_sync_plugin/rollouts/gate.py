@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate before requests, and the engine's memory that is released; in the server's process, of no engine."""
+"""Holds requests back, and tracks the engine's released memory; in the server's process, for any engine."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class WeightsGate:
         self._lost = True
 
     def _wake(self) -> None:
-        """Whoever waits looks again."""
+        """Wakes all who wait."""
         self._opened.set()
         self._opened = asyncio.Event()
 

@@ -160,7 +160,7 @@ class EngineConnection:
         return f"@verl-sync-{self._agreement.name}-{rank}-{number}"
 
     def begin(self, global_steps: int | None) -> None:
-        """A new sync, of which nothing is asked yet. All ranks begin the same; ``global_steps`` is verl's version."""
+        """Starts a new sync: opens its socket, and the next one's. ``global_steps`` is verl's weight version."""
         self._disconnect()
         self._number, self.pending = self._number + 1, None
         self._version = None if global_steps is None else str(global_steps)
@@ -219,7 +219,7 @@ class EngineConnection:
         await asyncio.gather(self._endpoint.abandon(why), self._await_left())
 
     async def leave(self) -> None:
-        """Ends a load of which nothing was loaded; returns when the leader's engine is ready for another one."""
+        """Ends a sync before its first load; returns when the leader's engine is ready for another one."""
         self._disconnect()
         with self._agreement.attempt():  # a cancellation is heard where the ranks settle next
             await self._await_left()
@@ -233,7 +233,7 @@ class EngineConnection:
                 say(f"the engine ended the failed sync with {error!r}")
 
     def close(self) -> None:
-        """Nobody comes here any more."""
+        """Closes all sockets."""
         self._disconnect()
         if self._next is not None:
             self._next.close()

@@ -47,7 +47,7 @@ class ShardingManager(BaseShardingManager):
 
     Args:
         engine: verl's training engine, which computes on ``device``.
-        endpoint: the rollout engine of this rank; its ``rollout_dtype`` is ``rollout.dtype``.
+        endpoint, rollout_dtype: this rank's rollout engine, and its ``rollout.dtype``.
         bucket_bytes: bound on what a rank stages of one bucket.
         agreement: in which the ranks settle; made here, by all ranks of the trainer, when not given.
         own: where the trainer's ranks settle among themselves, if the rollout's ranks are others.
@@ -185,9 +185,8 @@ class ShardingManager(BaseShardingManager):
             note_device_memory(self.report, self._device, "synced")
 
     async def _sync(self, wake_tags: list[str], global_steps: int | None) -> None:
-        """One sync in the order in which it happens; all ranks agree before what depends on a step, and per bucket:
-        plan, wake (meanwhile the first slots are filled, or parameters hashed), connect, transfer, commit; ``finish``
-        comes later, when the trainer has made room."""
+        """Runs one sync: plan, wake (meanwhile fill the first slots, or hash parameters), connect, transfer, commit.
+        All ranks settle between these, and once per bucket. ``finish`` comes later, when the trainer has made room."""
         stage, early = self.report.stage, self.asks_early and not wake_tags
         self.connection.begin(global_steps)
         try:

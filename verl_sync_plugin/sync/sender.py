@@ -46,7 +46,7 @@ class BucketSender:
     """Keeps its staging memory until ``unstage``: ``min(SLOTS, buckets)`` slots of ``Plan.slot_bytes``. Each sync
     has a channel of its own to the engine rank.
 
-    Give ``plan_buckets`` the size ``slot_limit`` of what the user sets, and all slots stay within two of those.
+    All slots stay within two buckets of the user's size where ``plan_buckets`` gets its ``slot_limit``.
 
     Peak device memory, on the trainer's ``device``: the staging memory; with host-resident parameters also a chunk of
     one on its way there. ``timeout_seconds`` bounds every wait.

@@ -119,7 +119,7 @@ class SeparateRollout(SeparateManager):
         self.source = _NoTrainer()
 
     def make_plan(self, shards: list[Shard]) -> None:
-        """The trainer's ranks do."""
+        """Does nothing here."""
 
 
 def manager_of(ranks: JointRanks, before: M | None, make: Callable[[], M]) -> M:

@@ -93,6 +93,7 @@ class Way(ABC):
     and its ``reach``."""
 
     name: str
+    filling: str  # the stage that ranks settle
     _sources: tuple[int, ...] = ()  # the ranks whose memory this rank's engine rank reads
     _stagings: tuple[Slots, ...] = ()  # where their slots are
     _lives: tuple[Live, ...] = ()  # or their parameters
@@ -107,13 +108,13 @@ class Way(ABC):
     def fill(self, sync: Sync) -> None:
         """Collective: starts to bring the first bytes into place; the engine may still be asleep."""
         if self._packs:
-            what = self._begin(sync)
+            self._begin(sync)
             if sync.source.prepares and not self._separate:  # of those that are, ``_prepare`` has settled
-                self._agreement.settle(what)
+                self._agreement.settle(self.filling)
 
     @abstractmethod
-    def _begin(self, sync: Sync) -> str:
-        """Does what ``fill`` is, on a rank that packs; returns the stage that its ranks settle."""
+    def _begin(self, sync: Sync) -> None:
+        """Does what ``fill`` is, on a rank that packs."""
 
     def handshake(self, sync: Sync, known: str) -> Ready:
         """Opens the sync with this rank's engine rank, whose channel the sender has adopted; not collective. ``known``
@@ -149,8 +150,8 @@ class Way(ABC):
         sync.report.note_stage("engine_load", loaded.started, loaded.seconds)
 
     def _prepare(self, sync: Sync, bases: tuple[int, ...], ahead: Sequence[tuple[int, ...]], what: str) -> None:
-        """Collective over the trainer's ranks: what makes some bases of which weights are made on the way; ``what``:
-        the stage that ranks settle next."""
+        """Collective over the trainer's ranks: has the source compute what these bases need. ``what``: the stage that
+        ranks settle next."""
         if not sync.source.prepares:
             return
         # Where they are separate, an error of all trainer ranks is news for the rollout ranks
@@ -184,7 +185,7 @@ class InPlace(Way):
         announced: the key by which the others know where this rank's parameters lie; empty at first.
     """
 
-    name = "in place"
+    name, filling = "in place", "finding the scales"
     ruled_out = announced = ""
     _engine_obstacle = "the engine has not yet said that it can"  # why the engine rank cannot
     _readable_plan = ""  # the plan of which the engine rank said that it can
@@ -216,16 +217,14 @@ class InPlace(Way):
             say(f"parameters are staged, not read where they lie: {why}")
         self._said = why
 
-    def _begin(self, sync: Sync) -> str:
+    def _begin(self, sync: Sync) -> None:
         """Waits until parameters are final, and starts to hash and check them: as early as possible, so that it is done
         before the engine needs the device. Before that it finds the scales of what engine ranks quantize."""
-        what = "finding the scales"
-        self._prepare(sync, tuple(range(len(sync.plan.bases))), (), what)
+        self._prepare(sync, tuple(range(len(sync.plan.bases))), (), self.filling)
         with self._agreement.attempt():
             assert self._parameters is not None, "looked up"
             self._sender.begin(sync.plan, sync.source.rank)
             self._sender.hash_parameters(sync.shards, self._parameters.found)
-        return what
 
     @property
     def unannounced(self) -> bool:
@@ -265,7 +264,7 @@ class Staged(Way):
     """Buckets are packed into slots, and engine ranks read them there. A byte that an engine rank does not need is
     never moved to it where the slots are mapped, and what its own trainer rank holds never leaves the GPU."""
 
-    name = "staged"
+    name, filling = "staged", "packing the first buckets"
     _staged_plan = ""  # the digest of the plan that the staging memory is for
     _broadcasts = False
 
@@ -291,14 +290,12 @@ class Staged(Way):
         self._broadcasts = not plan.sharded and (self._separate or any(bucket.world > 1 for bucket in plan.buckets))
         self.name = "broadcast" if self._broadcasts else "staged"
 
-    def _begin(self, sync: Sync) -> str:
+    def _begin(self, sync: Sync) -> None:
         """Fills all slots."""
         with self._agreement.attempt():
             self._sender.begin(sync.plan, sync.source.rank)
-        what = "packing the first buckets"
         for index in range(min(SLOTS, len(sync.plan.buckets))):
-            self._fill(sync, index, what)
-        return what
+            self._fill(sync, index, self.filling)
 
     def _fill(self, sync: Sync, index: int, what: str) -> None:
         """A rank that packs starts to bring one bucket into its slot; ``what`` as for ``_prepare``."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract of a trainer: the weight stream that its engine hands out, its parameter source, and the dtypes in which
-parameters travel. Imports none of verl's engines: each of the plugin's is imported while verl's is."""
+parameters travel. Must not import verl's engines: verl's import of one imports the plugin's."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class WirePolicy:
 
 def wire_policy(rollout_dtype: str) -> WirePolicy:
     """The policy of a trainer at first. Raises ValueError for a name of no dtype of torch's."""
-    dtype = getattr(torch, "bfloat16" if rollout_dtype == "auto" else rollout_dtype, None)
+    dtype = getattr(torch, rollout_dtype, None)
     if not isinstance(dtype, torch.dtype):
         key = "actor_rollout_ref.rollout.dtype"
         raise ValueError(f"{key}={rollout_dtype!r}: not a torch dtype. Set {key}=bfloat16.")

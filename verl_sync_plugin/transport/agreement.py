@@ -129,7 +129,7 @@ def trainer_world(seconds: float) -> Ranks:
 
 
 class Agreement:
-    """Status exchange among some ranks: those of the trainer, or with them those paired with engine ranks.
+    """Exchanges status among the trainer's ranks, or among these and the rollout ranks.
 
     Every rank takes the same ``step``s: it does its work and hears whether all have done theirs. Where the ranks need
     not wait for each other yet, work runs inside ``attempt``, which keeps an error until the next ``settle`` instead

@@ -123,7 +123,7 @@ class Listener:
         return None
 
     def close(self) -> None:
-        """From now on whoever comes is refused at once, and who waits here is hung up on."""
+        """Refuses new connections from now on, and closes those that wait in the queue."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)  # a process that was forked from this one may hold it, too
             while (channel := self.accept(0)) is not None:

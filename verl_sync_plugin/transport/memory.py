@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of a trainer rank that engine ranks map and read: staging memory and parameters.
 
-On a GPU the driver exports the allocation that some memory lies in, and maps it whole, once. Nobody is counted. What
-moved is exported again, and the engine unmaps what is no longer named. Hazards:
+On a GPU the driver exports and maps whole allocations, each once. There is no reference count. What moved is exported
+again, and the engine unmaps what is no longer named. Hazards:
 - The driver lets go of an allocation that its owner has freed only when it is unmapped here as well. So of a model only
   parameters are exported, which the trainer keeps on the device, and scales; ``LiveParameters`` looks in every sync.
 - Memory of PyTorch's expandable segments and of SGLang's memory saver cannot be exported. Our worker, as verl's, turns
@@ -237,8 +237,8 @@ class NotInPlaceError(RuntimeError):
 
 
 class LiveParameters:
-    """One trainer rank's account of where its parameters lie (``found``), sent once and kept while everything stays
-    where it is. The trainer computes on ``device``; ``rank`` is its place among the owners of a sharded base."""
+    """Finds where one trainer rank's parameters lie (``found``), and keeps the answer while nothing moves. The trainer
+    computes on ``device``; ``rank`` is its place among the owners of a sharded base."""
 
     def __init__(self, device: torch.device, plan: Plan, rank: int) -> None:
         self.plan = plan

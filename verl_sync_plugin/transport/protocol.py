@@ -87,8 +87,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
         digest: of the plan; the manifest is sent once per digest.
         stagings: where the slots are: of the trainer rank on its GPU or, of a sharded plan, of all ranks of its group,
             one for each segment; none when parameters are read where they lie.
-        place: which of them, or of the ranks in ``live``, is read for what all of them hold: the paired one, if it is
-            among them.
+        place: index in ``stagings`` or ``live`` of the rank from which is read what all of them hold: the paired one,
+            if listed.
         live: keys of the ``Live`` of all ranks of the group, in place of stagings.
         asks_hashes: say in ``Committed`` what lies in the parameters.
         map: names the ``LoadMap`` that the trainer rank knows; another one is said in ``Ready``.
@@ -107,7 +107,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Answers ``Hello``, and what it has the engine rank find out.
+    """Answers ``Hello``.
 
     Attributes:
         refusal: why this engine rank cannot follow the chosen way; then nothing follows.

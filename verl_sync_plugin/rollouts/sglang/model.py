@@ -53,7 +53,7 @@ class SGLangModel(EngineModel):
     fused_pairs = tuple((f"q_a_proj.{kind}", f"kv_a_proj_with_mqa.{kind}") for kind in ("weight", "weight_scale_inv"))
     plain_layout = (
         f"If these are experts, set +{ARGUMENTS}.moe_runner_backend=triton, and do not set "
-        f"SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED; else {TURN_OFF}, which does not notice."
+        f"SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED; else {TURN_OFF}, which raises no error."
     )
 
     def __init__(self, module: Any, tp_rank: int) -> None:

@@ -35,10 +35,12 @@ def but(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value not in values
 
 
-UNSERVED = "weight sync cannot serve it; {remedy}"  # parameters are not the model's plain weights, or lie elsewhere
+UNSERVED = (
+    "weight sync cannot serve it. To run it, {remedy}"  # parameters are not the model's plain weights, or lie elsewhere
+)
 _OUTLIVES = "SGLang does not flush that cache, so what was computed with earlier weights outlives a sync. Remove it"
 _COPIES = "SGLang keeps copies of weights that no update reaches, not even stock verl's. Set it to False"
-_REORDERS = "weight sync cannot serve it: it reorders the experts; set {where}.moe_runner_backend=triton, or {remedy}"
+_REORDERS = "weight sync cannot serve it: it reorders the experts. Set {where}.moe_runner_backend=triton, or {remedy}"
 _SHARED = "SGLang ends when weights that it shares are released or updated. Remove it"
 _AT_FIRST = "from the checkpoint that it started with. Remove it"
 # Arguments of SGLang 0.5.12 and later (``ServerArgs``) that cannot be synced
@@ -126,9 +128,9 @@ RETAIN_COPY = "TMS_RETAIN_CPU_BACKUP"
 
 def refuse_keys(rollout: Any) -> None:
     if cause := left_to_verl(rollout):
-        raise ValueError(f"{cause}; {TURN_OFF}.")
+        raise ValueError(f"{cause}. To run it, {TURN_OFF}.")
     dtype = rollout.get("dtype", None)
-    if dtype not in (None, "auto", *DTYPES):
+    if dtype not in (None, *DTYPES):
         raise ValueError(f"{ROLLOUT}.dtype={dtype!r}: not a dtype of SGLang's weights. Use one of {', '.join(DTYPES)}.")
     given = engine_arguments(rollout)
     refuse_arguments({"load_format": rollout.get("load_format", None)}.get, ROLLOUT, TURN_OFF)
@@ -151,6 +153,11 @@ def left_to_verl(rollout: Any) -> str:
         value, verls = given.get(key, None), rollout.get(key, None)
         if value not in (None, verls) and REFUSED.get(key, (but(), ""))[0](value):
             return f"{ARGUMENTS}.{key}={value!r}: weight sync goes by {ROLLOUT}.{key}={verls!r}; set that instead"
+    for key in ("cpu_offload_gb", "offload_group_size"):
+        if not REFUSED[key][0](value := given.get(key, None)):
+            return f"{ARGUMENTS}.{key}={value!r}: weight sync does not reach weights that lie on the host"
+    if rollout.get("load_format", None) == "flash_rl":
+        return f"{ROLLOUT}.load_format='flash_rl': SGLang quantizes what stock verl sends"
     if rollout.get("dtype", None) == "auto":
         unknown = "the dtype in which weights travel is unknown"
         return f"{ROLLOUT}.dtype='auto': {unknown} ({ROLLOUT}.dtype=bfloat16 says it)"
@@ -203,16 +210,16 @@ def _parsed(text: Any) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def refuse_checkpoint(path: str, override_config: Any = None, rollout: Any = None) -> None:
+def refuse_checkpoint(path: str, key: str = "", overrides: Any = None, rollout: Any = None) -> None:
     config: Mapping[str, Any] = {}  # of a name on the Hub, a remote folder, or none at all: verl says so
     with suppress(OSError, ValueError):
         config = _parsed((Path(path).expanduser() / "config.json").read_bytes())
-    refuse_family(path, config, rollout)
-    overrides = override_config or {}
+    overrides = overrides or {}
     changed = _parsed(engine_arguments(rollout or {}).get("json_model_override_args", None))
+    refuse_family(path, {**config, **{key: changed[key] for key in ("architectures",) if key in changed}}, rollout)
     ours, theirs = _layers(config, overrides.get("model_config", overrides)), _layers(config, changed)
     if config and ours != theirs:
-        keys = "actor_rollout_ref.model.override_config", f"{ARGUMENTS}.json_model_override_args"
+        keys = key, f"{ARGUMENTS}.json_model_override_args"
         given = f"{keys[0]}={overrides}" if overrides else f"{keys[1]}={dict(changed)}"
         change = f"Change both, the trainer's by {keys[0]}, SGLang's by {keys[1]}"
         differ = f"the trainer's model has {ours} layers (num_hidden_layers), SGLang's {theirs}"
@@ -221,6 +228,8 @@ def refuse_checkpoint(path: str, override_config: Any = None, rollout: Any = Non
 
 def _layers(config: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
     """The number of decoder layers that a changed config names; ``None`` where it does not say."""
+    if "num_layers" in changes:  # Megatron's word
+        return changes["num_layers"]
     if config.get("text_config"):
         config, changes = config["text_config"], changes.get("text_config") or {}
     return changes.get("num_hidden_layers", config.get("num_hidden_layers"))
@@ -251,7 +260,7 @@ def refuse_family(path: str, config: Mapping[str, Any], rollout: Any = None) -> 
         config = {key: value for key, value in config.items() if key != "quantization_config"}
     for architecture in config.get("architectures") or ():
         if why := reason_against(architecture, config):
-            instead = f"Use another model, or {TURN_OFF}, which does not notice"
+            instead = f"Use another model, or {TURN_OFF}, which raises no error"
             raise ValueError(f"{MODEL}.path={path}: {architecture} {why}. {instead}.")
 
 
@@ -265,8 +274,7 @@ def reason_against(architecture: str, config: Mapping[str, Any]) -> str:
         said = f"mlp_only_layers={layers}" if layers else f"decoder_sparse_step={step}" if step not in (None, 1) else ""
         if said:
             return f"with {said} cannot be synced to SGLang: it builds experts into every layer"
-    quantization = config.get("quantization_config")
-    if quantization:
+    if quantization := config.get("quantization_config") or config.get("compression_config"):
         method = quantization.get("quant_method", "a quantization_config")
         return f"with {method} cannot be synced to SGLang: weights travel unquantized, and its checkpoint is quantized"
     return ""
@@ -275,9 +283,8 @@ def reason_against(architecture: str, config: Mapping[str, Any]) -> str:
 def refuse_adapter(settings: Mapping[str, Any], keys: Mapping[str, str]) -> None:
     # Where the user gave them: PEFT's own list has modules that the adapter leaves out
     if key := keys.get("target_modules"):
-        targets = settings["target_modules"]
-        pattern = "" if targets == "all-linear" else "SGLang takes no pattern"
-        if why := pattern if isinstance(targets, str) else lacking(targets or ()):
+        names = () if settings["target_modules"] == "all-linear" else settings["target_modules"]
+        if why := "SGLang takes names of modules only" if isinstance(names, str | None) else lacking(names):
             instead = f"Name these modules, or all-linear, or set {_MERGED}"
             raise ValueError(f"{MODEL}.lora.merge=False with {key}: {why}. {instead}.")
     for field in UNSERVABLE:
@@ -308,6 +315,9 @@ def keeps_copy(architectures: Collection[str], arguments: Mapping[str, Any]) -> 
     """True if SGLang, with these arguments, keeps a host copy of its weights while it sleeps: where it is not known to
     do without for a model of these architectures, holds tables of experts next to it, or is asked for the copy."""
     asked = arguments.get("enable_weights_cpu_backup", False) or os.environ.get("SGLANG_CUTLASS_MOE")
+    # By these SGLang builds another class than the checkpoint names
+    asked = asked or os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE")
+    asked = asked or "architectures" in _parsed(arguments.get("json_model_override_args", None))
     backends = {arguments.get(f"moe_{which}_backend", None) for which in ("runner", "a2a")}
     asked = asked or backends & {"cutlass", "flashinfer", "flashinfer_cutlass"}
     return bool(not architectures or {*architectures} - {*COVERED} or asked)

@@ -45,7 +45,7 @@ from verl_sync_plugin.rollouts.sglang.updates import WeightUpdates, resolved
 from verl_sync_plugin.transport.protocol import together_seconds
 
 UNAVAILABLE = 503
-# For a step of its own SGLang still counts a request that it has answered as running
+# SGLang counts an answered request as running for one more scheduler step
 REST_SECONDS, IDLE_SECONDS = 0.2, 20.0
 ABORT_SECONDS, AGAIN_SECONDS, POLL_SECONDS = 1.0, 0.1, 0.002
 

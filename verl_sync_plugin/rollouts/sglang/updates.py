@@ -142,7 +142,11 @@ class WeightUpdates:
 def resolved(manager: Any) -> Callable[[str], Any]:
     """The values of a launched SGLang's arguments, by its tokenizer manager; of a dense model, none of what only
     experts heed."""
-    config = getattr(getattr(manager, "model_config", None), "hf_config", None)
+    model = getattr(manager, "model_config", None)
+    config = getattr(model, "hf_config", None)
     text = getattr(config, "text_config", None) or config
-    dense = text is not None and not any(getattr(text, key, None) for key in EXPERT_COUNTS)
-    return lambda key: None if dense and key == "moe_runner_backend" else compat.argument(manager, key)
+    quantization = getattr(model, "quantization", None)  # by its checkpoint, too
+    others = {"quantization": quantization} if quantization else {}
+    if text is not None and not any(getattr(text, key, None) for key in EXPERT_COUNTS):
+        others["moe_runner_backend"] = None
+    return lambda key: others[key] if key in others else compat.argument(manager, key)

@@ -88,8 +88,8 @@ def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 def held_by(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Everything that is a weight of the HF model, and whether it is a buffer. Of these that is the router's
-    ``expert_bias``, which Megatron has in its state dict but not among its parameters."""
+    """Yields name and tensor of each weight of the HF model, and whether it is a buffer: only the router's
+    ``expert_bias`` is, which Megatron's state dict has and its parameters do not."""
     yield from ((name, parameter, False) for name, parameter in module.named_parameters())
     yield from ((name, buffer, True) for name, buffer in module.named_buffers() if "expert_bias" in name)
 

@@ -111,8 +111,8 @@ class Guard:
 
 class StreamSource(ParameterSource):
     """Runs the stream once to learn names, shapes and dtypes, then once per sync. Every rank has all tensors.
-    ``open_stream`` starts it, and yields full HF tensors in the same order on every rank and every time; its argument:
-    the one before was broken off, so that nothing which ranks have exchanged in part is used again."""
+    ``open_stream`` starts it, and yields full HF tensors in the same order on every rank and every time. Its argument
+    is True the first time and after a run that broke off: then it uses nothing of an earlier run."""
 
     def __init__(self, open_stream: Callable[[bool], WeightStream], policy: WirePolicy, timeout_seconds: float) -> None:
         self._open = open_stream

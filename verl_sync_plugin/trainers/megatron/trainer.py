@@ -211,9 +211,6 @@ class MegatronSource(Merging):
             self.kept = found
         return found
 
-    def _home(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        return self._offloaded.get(tensor.untyped_storage()._cdata)
-
     def _factor(self, weight: AdaptedWeight, key: str, tensor: torch.Tensor) -> Shard:
         """This rank's part of a factor; parts are rows, so one after another they are the whole."""
         each = tensor if weight.expert is None else tensor[weight.expert]
@@ -222,12 +219,12 @@ class MegatronSource(Merging):
         size = whole // rows
         view = View(key, (rows * size, columns), 0, rows * size * columns)
         base = Base(key, dtype_name(tensor.dtype), tensor.dtype.itemsize, (rows * columns,) * size, (view,))
-        return Shard(base, partial(flat, each, self._home(tensor)))
+        return Shard(base, partial(flat, each, self._offloaded.get(tensor.untyped_storage()._cdata)))
 
     def _shard(self, base: Base, name: str) -> Shard:
         """A base of which this rank sends its part of the parameter of that name."""
         tensor, weight = self._model.tensors[self._places[name]], self._weights.get(name)
-        home = self._home(tensor)
+        home = self._offloaded.get(tensor.untyped_storage()._cdata)
         if weight is not None and name not in self._mergers:
             self._mergers[name] = self.merger(targets_of(weight, tuple(tensor.shape)), 0)
         run = None if home is not None else tensor
