@@ -68,7 +68,7 @@ def paused_engine(args: argparse.Namespace, folder: Path) -> Iterator[Any]:
             made.shutdown()
 
 
-class Way:
+class Delivery:
     """A server of verl's or ours on the engine.
 
     Args:
@@ -229,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
     with transfer.one_rank(work), paused_engine(args, folder) as made:
         asyncio.set_event_loop(made.loop)
         for name in args.ways:
-            way = Way(name, made, folder, args)
+            way = Delivery(name, made, folder, args)
             runs.append(run_of(args, name, made.loop.run_until_complete(way.samples())))
             way.close()
             common.write_result(args.out, common.result_of(args.case, command_line("pauses", args), runs))

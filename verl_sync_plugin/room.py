@@ -105,8 +105,7 @@ class Room:
         reserve = memory.total // RESERVE_SHARE
         if self._activations:
             reserve = max(memory.total // LEAST_SHARE, MEASURED_TIMES * self._activations + MEASURED_BESIDE)
-        short = grown + more + reserve > memory.free
-        return release() if short and memory.cached > 0 else None
+        return release() if grown + more + reserve > memory.free and memory.cached > 0 else None
 
 
 def note_device_memory(report: SyncReport, device: torch.device, moment: str) -> None:

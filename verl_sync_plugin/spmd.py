@@ -33,7 +33,7 @@ from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.trainers.base import trainer_device
 from verl_sync_plugin.trainers.script import Given, ScriptTrainer, Trained
 from verl_sync_plugin.transport.agreement import Agreement
-from verl_sync_plugin.transport.protocol import together_seconds
+from verl_sync_plugin.transport.protocol import agreement_seconds
 
 ROUND_SECONDS = 1.0
 Sampling = Mapping[str, Any] | Sequence[Mapping[str, Any]]  # for all prompts, or for each
@@ -333,7 +333,7 @@ def make_groups(
         name = visible.split(",")[index].strip() if visible else str(index)
     places = agreement.gather("finding the engines' GPUs", (socket.gethostname(), name))
     agreement.step("looking at the engines' GPUs", lambda: check_places(len(ranks), places))
-    timeout = timedelta(seconds=together_seconds(timeout_seconds))
+    timeout = timedelta(seconds=agreement_seconds(timeout_seconds))
     group, _ = dist.new_subgroups(len(ranks), timeout=timeout, backend="gloo")
     return [places[rank][1] for rank in ranks if places[rank][1]], group
 

@@ -26,14 +26,14 @@ from verl_sync_plugin.layout.load_map import (
     LoadMap,
     StateTensor,
     Tensors,
+    hash_factors,
     held_parts,
     read_parts,
     unused,
     unwritten,
-    weigh,
     wire_dtypes,
 )
-from verl_sync_plugin.layout.tensors import SCALE, Plan
+from verl_sync_plugin.layout.tensors import SCALE_SUFFIX, Plan
 from verl_sync_plugin.log import say, some
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed
@@ -94,7 +94,7 @@ class Comparison:
             self.blocks |= blocks
             return {}
         self._agreement.step("checking what the engine uses", lambda: self._refuse(tensors, digests))
-        self._agreement.step("weighing what the engine holds", lambda: self._weigh(plan, tensors, digests))
+        self._agreement.step("weighing what the engine holds", lambda: self._find_factors(plan, tensors, digests))
         self._known = plan.digest
         return wire_dtypes(tensors.names, maps)
 
@@ -115,7 +115,7 @@ class Comparison:
         names, maps = tensors.names, [self._maps[digests[rank]] for rank in self._ranks]
         if found := unused({name: tensors.entries[name] for name in names}, tensors.owners, maps):
             shown = some([f"{names[number]} ({lacks} of {of} bytes)" for number, lacks, of in found])
-            if all(names[number].endswith(SCALE) for number, *_ in found):
+            if all(names[number].endswith(SCALE_SUFFIX) for number, *_ in found):
                 raise ValueError(
                     f"{maps[0].model} drops the scales of {len(found)} weights that it keeps in fp8: {shown}. "
                     f"It would compute with random ones, and so it would with stock verl, which does "
@@ -151,7 +151,7 @@ class Comparison:
         if missing:
             self._say(f"{text}; the engine keeps what it loaded at its start")
 
-    def _weigh(self, plan: Plan, tensors: Tensors, digests: list[str]) -> None:
+    def _find_factors(self, plan: Plan, tensors: Tensors, digests: list[str]) -> None:
         """Weighs every part that this rank's engine rank hashes."""
         # One trainer rank hashes a byte in every group that shares the tensor out, or each where all hold it
         world = len(self._agreement.ranks.trainers)
@@ -168,8 +168,8 @@ class Comparison:
             self.left_out |= {tensors.names[number]: why for number, why in found.not_held(tensors.dtypes).items()}
             if found.derives:
                 self.left_out[DERIVED] = "is computed"
-        self._read = _Weights(tensors, read, many, self._digest)
-        self._held = _Weights(tensors, held, many, self._digest)
+        self._read = _HashFactors(tensors, read, many, self._digest)
+        self._held = _HashFactors(tensors, held, many, self._digest)
         uneven = torch.minimum(self._read.times, self._held.times).lt(0).nonzero().flatten().tolist()
         self.left_out.update((tensors.names[number], UNEVEN) for number in uneven)
         placed = (self._held.times > 0).nonzero().flatten().tolist()
@@ -229,7 +229,7 @@ class Comparison:
         return [self._names[number] for number in wrong.nonzero().flatten().tolist()]
 
 
-class _Weights:
+class _HashFactors:
     """Puts the hashes of all parts together.
 
     Args:
@@ -246,7 +246,7 @@ class _Weights:
     def __init__(self, tensors: Tensors, parts: dict[str, list[HashedPart]], many: Counter[str], own: str) -> None:
         replicas = math.gcd(*many.values())  # as many as each map has at least
         everyone = [digest for digest in parts for _ in range(many[digest] // replicas)]
-        times, factors = weigh(tensors.numels, [parts[digest] for digest in everyone])
+        times, factors = hash_factors(tensors.numels, [parts[digest] for digest in everyone])
         self.times = torch.tensor(times, dtype=torch.int64) * replicas
         self._tensors = np.array([number for number, _ in parts[own]] if own else (), dtype=np.int64)
         self._factors = np.array(factors[everyone.index(own)] if own else (), dtype=np.int64)

@@ -156,5 +156,4 @@ def endpoint_of(
     def call(method: str, *args: Any) -> Future[Any]:
         return pool.submit(getattr(server, method), *args)
 
-    found = tuple(ranks or everyone())
-    return RolloutEndpoint(rollout_of("sglang"), call if leader else None, found, restores, 20.0)
+    return RolloutEndpoint(rollout_of("sglang"), call if leader else None, tuple(ranks or everyone()), restores, 20.0)

@@ -23,10 +23,10 @@ from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, Shard, View
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.rollouts import rollout_of
+from verl_sync_plugin.sync.delivery import Deliveries, DeliveryRefusedError, Sync
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.manager import ShardingManager
 from verl_sync_plugin.sync.sender import BucketSender
-from verl_sync_plugin.sync.ways import Sync, WayRefusedError, Ways
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.protocol import Committed
 
@@ -191,22 +191,23 @@ def test_all_ranks_or_none(
 ) -> None:
     """Tries two syncs in place, before and after the engine ranks answer, and one after memory was out of reach."""
     agreement, rank = Agreement(20.0), dist.get_rank()
-    ways = Ways(SyncConfig(delivery=choice), agreement, BucketSender(CPU, 20.0))
+    deliveries = Deliveries(SyncConfig(delivery=choice), agreement, BucketSender(CPU, 20.0))
     run = in_a_file(torch.ones(64), tmp_path) if able[rank] else torch.ones(64)
     shards = [Shard(Base("w", "bfloat16", 2, (64, 64), (View("w", (128,), 0, 128),)), lambda: run, run=run)]
     plan, seen = plan_buckets((shards[0].base,), 4096, sharded), list[bool]()
     sync = Sync(plan, WorldSource(), shards, SyncReport(), everyone())
 
     def chosen() -> bool:
-        return ways.take(sync, agreement.vote("choosing the way", ways.votes(sync)).tolist()) is ways.in_place
+        votes = agreement.vote("choosing the delivery", deliveries.votes(sync)).tolist()
+        return deliveries.take(sync, votes) is deliveries.in_place
 
     with redirect_stdout(io.StringIO()) as said:
         for _ in range(2):
             seen.append(chosen())
-            ways.in_place.note(Committed(obstacle=answers[rank]), plan)
+            deliveries.in_place.note(Committed(obstacle=answers[rank]), plan)
         if seen[-1]:
-            assert ways.in_place.announced
-            ways.fall_back(WayRefusedError("injected"))
+            assert deliveries.in_place.announced
+            deliveries.fall_back(DeliveryRefusedError("injected"))
             seen.append(chosen())
     by_choice = "(not in place: actor_rollout_ref.rollout.custom.sync.delivery=staged)"
     assert (by_choice in said.getvalue()) == (choice == "staged" and rank == 0)

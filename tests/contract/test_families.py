@@ -197,14 +197,14 @@ def outcome(
     plan, comparison = manager.planned, manager.comparison
     assert plan is not None and comparison.map is not None
     left, total = comparison.map.not_copied, len(plan.names)
-    assert manager.report.replayed_tensors == (0 if comparison.map.own_load else total)
+    assert manager.report.replayed_tensors == (0 if comparison.map.why_own_load else total)
     unlike = {name: why for name, why in comparison.left_out.items() if name != DERIVED}
     kept = [each.name for each, *_ in comparison.unwritten]
     known = SGLangModel(engine, rank)
     skipped = {reason for name in plan.names if (reason := known.why_skipped(name))}
     unread = [name for name, many in zip(comparison._names, comparison._read.times.tolist(), strict=True) if many <= 0]
     assert all(name in unlike or known.why_skipped(name) for name in unread), unread
-    said = [_how(sorted({each.why for each in left} or {*filter(None, [comparison.map.own_load])}))]
+    said = [_how(sorted({each.why for each in left} or {*filter(None, [comparison.map.why_own_load])}))]
     if unlike:
         why = "; ".join(sorted(set(unlike.values())))
         said.append(f"{len(unlike)} of {total} not compared in the engine: {why}")
@@ -330,5 +330,4 @@ def test_every_family_is_exact_or_refused_by_name_as_the_table_says(tmp_path: Pa
     found = found_by(WORLDS, tuple(FAMILIES), tmp_path)
     check(TABLE, "families", table(found))
     fine = re.compile(r"exact, |refused: \w+(For\w+)? .*cannot be synced to SGLang: ")
-    odd = {(name, world): what for world in WORLDS for name, what in found[world].items() if not fine.match(what)}
-    assert not odd
+    assert not {(name, world): what for world in WORLDS for name, what in found[world].items() if not fine.match(what)}

@@ -160,8 +160,7 @@ def outcomes(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
 @pytest.mark.usefixtures("fresh_processes")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engine_in_fp8_holds_what_its_own_load_makes_of_the_checkpoint(ranks: int, tmp_path: Path) -> None:
-    wanted = {name: written(TABLE)[ranks][name] for name in SOME}
-    assert found_by((ranks,), SOME, tmp_path, outcomes)[ranks] == wanted
+    assert found_by((ranks,), SOME, tmp_path, outcomes)[ranks] == {name: written(TABLE)[ranks][name] for name in SOME}
 
 
 @pytest.mark.extended

@@ -39,8 +39,8 @@ from verl_sync_plugin.rollouts.sglang.server import SyncSGLangHttpServer
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.trainers.base import ParameterSource, ShardStream
 from verl_sync_plugin.transport.channel import Channel
-from verl_sync_plugin.transport.memory import Live, LiveParameters, NotInPlaceError, Regions
-from verl_sync_plugin.transport.protocol import Committed, together_seconds
+from verl_sync_plugin.transport.memory import Location, NotInPlaceError, ParameterLocator, Regions
+from verl_sync_plugin.transport.protocol import Committed, agreement_seconds
 
 CPU = torch.device("cpu")
 SIZES = {"a.weight": (40, 30), "b.weight": (7,), "c.q.weight": (20, 30), "c.k.weight": (10, 30)}
@@ -325,14 +325,14 @@ def test_parameters_are_let_go_of_once_they_are_not_read_in_place(qwen2: str, tm
     place, nothing = OneProcess(qwen2, tmp_path), mock.patch.object(Regions, "map", side_effect=OSError("injected"))
     with nothing, pytest.raises(SyncError, match=r"injected.* one container"):
         place.sync()
-    own, honest = mapped(), LiveParameters.locate
+    own, honest = mapped(), ParameterLocator.locate
 
-    def half_gone(*args: Any) -> Live:
-        live = honest(*args)
-        gone = replace(live.regions[-1], key="gone", handle=b"/gone")
-        return replace(live, key="half gone", regions=(*live.regions[:-1], gone))
+    def half_gone(*args: Any) -> Location:
+        location = honest(*args)
+        gone = replace(location.regions[-1], key="gone", handle=b"/gone")
+        return replace(location, key="half gone", regions=(*location.regions[:-1], gone))
 
-    def private(*_: Any) -> Live:
+    def private(*_: Any) -> Location:
         raise NotInPlaceError("injected")
 
     for look, direct in (
@@ -342,14 +342,14 @@ def test_parameters_are_let_go_of_once_they_are_not_read_in_place(qwen2: str, tm
         *((half_gone, False),) * 2,
     ):
         if look is private:  # after a sync that fails before the trainer says where its parameters lie
-            next(iter(loader._sessions.values()))._lives = ()
+            next(iter(loader._sessions.values()))._locations = ()
             with mock.patch("verl_sync_plugin.sync.sender.replace", side_effect=OSError), pytest.raises(SyncError):
                 place.sync()
-        with mock.patch.object(LiveParameters, "locate", look):
+        with mock.patch.object(ParameterLocator, "locate", look):
             place.sync()
         assert place.model.holds(place.source.weights)
         (session,) = loader._sessions.values()
-        assert place.manager.report.in_place is direct is bool(session._lives), place.manager.report
+        assert place.manager.report.in_place is direct is bool(session._locations), place.manager.report
         assert look is half_gone or mapped() == (2 * own if direct else own)
     place.close()
 
@@ -448,7 +448,7 @@ def test_the_cache_goes_back_before_the_trainer_hears_of_the_end(qwen2: str, tmp
         place.sync()
         place.sync()
     place.close()
-    assert ends == ["emptied", "committed", "committed"] and waits.count(together_seconds(TIMEOUT)) == 2
+    assert ends == ["emptied", "committed", "committed"] and waits.count(agreement_seconds(TIMEOUT)) == 2
 
 
 @pytest.mark.parametrize(("late", "fails"), [(False, True), (True, True), (True, False)])

@@ -19,7 +19,7 @@ from contract.sources import WorldSource, shard_of
 from contract.wire import Wire
 from verl_sync_plugin.layout.tensors import Shard
 from verl_sync_plugin.report import SyncReport
-from verl_sync_plugin.sync import ways
+from verl_sync_plugin.sync import delivery
 from verl_sync_plugin.sync.sender import SLOTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sglang_processes"), pytest.mark.timeout(300)]
@@ -136,6 +136,6 @@ def test_ranks_on_any_hosts(world: int, tmp_path: Path) -> None:
     tp = min(world, 2)
     config = models.start(tmp_path, KIND, tp)
     for case in (each for each in CASES if len(each.hosts) == world):
-        with mock.patch.object(ways, "host_name", lambda case=case: case.hosts[dist.get_rank()]):
+        with mock.patch.object(delivery, "host_name", lambda case=case: case.hosts[dist.get_rank()]):
             story(case, config, tp)
         dist.barrier()

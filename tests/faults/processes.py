@@ -43,7 +43,7 @@ class Trainer:
         for seed, name in enumerate("AB"):
             trainer.perturb(self.trainer, seed, 0.005)
             self._states[name] = trainer.local_state(self.trainer)
-        agreement.together_seconds = lambda seconds: 3 * seconds + SLACK_SECONDS
+        agreement.agreement_seconds = lambda seconds: 3 * seconds + SLACK_SECONDS
         self._model_config, self._adapter = HFModelConfig(path=model), None
         self._mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp", "infer_tp", "infer_pp"))
         self._handle = Handle(server) if server is not None else None

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from several_hosts_on_gpu import digest, play
 from verl_sync_plugin.hooks.separate import SyncCheckpointEngine
-from verl_sync_plugin.sync.sender import BucketSender, arrived
+from verl_sync_plugin.sync.sender import BucketSender, broadcasts_done
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -171,7 +171,7 @@ def what_runs_beside_broadcasts(rank: int, folder: Path) -> bool:
     if rank:
         time.sleep(LATE)
     started = time.monotonic()
-    arrival = partial(arrived, [ranks.broadcast(each, TRAINER) for each in memory], BOUND, GPU)
+    arrival = partial(broadcasts_done, [ranks.broadcast(each, TRAINER) for each in memory], BOUND, GPU)
     own = torch.cuda.Event()
     filled(7)
     own.record()
@@ -202,7 +202,7 @@ def the_last_dies(rank: int, folder: Path, when: str) -> tuple[str, float]:
             ranks.broadcast(filled(1), TRAINER)
         else:
             works, end = [ranks.broadcast(filled(2), DYING)], time.monotonic() + BOUND
-            while not arrived(works, BOUND, GPU) and time.monotonic() < end:
+            while not broadcasts_done(works, BOUND, GPU) and time.monotonic() < end:
                 time.sleep(1e-2)
             text = "nothing has come"
     except RuntimeError as error:

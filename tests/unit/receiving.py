@@ -18,7 +18,7 @@ from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.tensors import Base, Plan, Shard, View, numbers_of
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.transport.agreement import Agreement, Ranks
-from verl_sync_plugin.transport.memory import Live, LiveParameters, Regions
+from verl_sync_plugin.transport.memory import Location, ParameterLocator, Regions
 from verl_sync_plugin.transport.protocol import Committed, Manifest
 from verl_sync_plugin.verify import Comparison
 
@@ -71,7 +71,7 @@ class Sender:
                 self.shards[rank].append(Shard(base, lambda run=run: run, run=run))  # type: ignore[misc]
         self.plan: Plan = plan_buckets(tuple(shard.base for shard in self.shards[0]), bucket_bytes, True)
         self._packers = [Packer(CPU, self.plan, rank) for rank in range(WORLD)]
-        self.parameters = [LiveParameters(CPU, self.plan, rank) for rank in range(WORLD)]
+        self.parameters = [ParameterLocator(CPU, self.plan, rank) for rank in range(WORLD)]
 
     def receiver(self, model: torch.nn.Module) -> ModelLoad:
         return ModelLoad(SGLangModel(model, 0), Manifest.of(self.plan), CPU)
@@ -106,17 +106,17 @@ class Sender:
         for load in loads:
             load.finish()
 
-    def in_place(self, load: ModelLoad, place: int, lives: Sequence[Live] = ()) -> None:
-        """Syncs once from the parameters' own memory, as ``place`` reads it; ``lives`` replaces what was found."""
+    def in_place(self, load: ModelLoad, place: int, locations: Sequence[Location] = ()) -> None:
+        """Syncs once from the parameters' own memory, as ``place`` reads it; ``locations`` replaces what was found."""
         found = [mine.locate(shards) for mine, shards in zip(self.parameters, self.shards, strict=True)]
         regions = Regions()
-        regions.map(region for live in found for region in live.regions)
+        regions.map(region for location in found for region in location.regions)
         for packer, mine, shards in zip(self._packers, self.parameters, self.shards, strict=True):
             packer.begin()
             packer.hash_parameters(shards, mine.found)
         load.begin()
         assert not load.obstacle
-        load.load_in_place(lives or found, place, regions)
+        load.load_in_place(locations or found, place, regions)
         load.finish()
 
     def compared(self, load: ModelLoad) -> set[str]:

@@ -50,10 +50,10 @@ def bounded(least: float = 0.0) -> Iterator[None]:
 def test_a_message_that_does_not_come_whole_ends_in_a_timeout(part: bytes) -> None:
     bare, channel = pair()
     bare.sendall(part)
-    assert channel.has_word() is bool(part)
+    assert channel.has_message() is bool(part)
     with bounded(BOUND), pytest.raises(ChannelTimeoutError, match=r"no whole word .* within 0\.5 s$"):
         channel.receive(BOUND)
-    assert channel.has_word() is bool(part), "nothing more can be received after a part"
+    assert channel.has_message() is bool(part), "nothing more can be received after a part"
 
 
 def test_a_message_that_nobody_takes_ends_in_a_timeout() -> None:
@@ -86,7 +86,7 @@ def test_a_peer_that_is_gone_is_noticed_after_its_last_word() -> None:
     for say in (lambda: channel.receive(WAIT), lambda: channel.send(protocol.Failed("x" * 4096))):
         with bounded(), pytest.raises(ChannelClosedError, match="gone"):
             say()
-    assert channel.has_word(), "receive() does not wait"
+    assert channel.has_message(), "receive() does not wait"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")

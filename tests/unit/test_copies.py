@@ -18,7 +18,7 @@ from verl_sync_plugin.copies.packing import Packer, pack_slices
 from verl_sync_plugin.copies.plain import Block
 from verl_sync_plugin.copies.table import ROW_BYTES, alternating
 from verl_sync_plugin.layout.planner import plan_buckets
-from verl_sync_plugin.layout.tensors import Base, Shard, View, hulls_of, numbers_of
+from verl_sync_plugin.layout.tensors import Base, Shard, View, extents_of, numbers_of
 
 
 def test_kernel_in_the_interpreter() -> None:
@@ -59,11 +59,11 @@ BLOCKS = [
     pytest.param(Block(2, 0, 2, 20_002), id="unaligned"),
     pytest.param(Block(0, 0, 0, 16, 3, 32, 16, 3 << 31), id="far"),
     *(
-        pytest.param(Block(4 * first, at, at, 2 * count, grow=2), id=f"cast-{count}")
+        pytest.param(Block(4 * first, at, at, 2 * count, ratio=2), id=f"cast-{count}")
         for first, count, at in ((0, 40_000, 0), (8, 4096, 32), (4, 1001, 6))
     ),
     *(  # columns of a matrix: every line is cast and goes to a place of its own
-        pytest.param(Block(64, 32, 8, width, lines, 4 * pitch, 2 * width + 16, width, grow=2), id=f"cast-{lines}-lines")
+        pytest.param(Block(64, 32, 8, width, lines, 4 * pitch, 2 * width + 16, width, ratio=2), id=f"cast-{lines}")
         for lines, width, pitch in ((3, 4096, 5000), (5, 24, 40), (7, 34, 51), (2, 140_000, 70_016))
     ),
 ]
@@ -73,7 +73,7 @@ BLOCKS = [
 def test_kernel_copies_casts_and_hashes_like_plain_torch(block: Block, device: str) -> None:
     place = torch.device(device)
     source = torch.randint(1, 256, (1 << 21,), dtype=torch.uint8).to(device)
-    if block.grow == 2:
+    if block.ratio == 2:
         wide = torch.randn(1 << 19, device=device)
         # Triton's interpreter cuts where a GPU and torch round
         source = (wide.bfloat16().float() if device == "cpu" else wide).view(torch.uint8)
@@ -187,7 +187,7 @@ def test_tables_pack_what_slices_pack(bucket_bytes: int, sharded: bool, device: 
                 memory, expected = (m[-m.data_ptr() % 16 :][:staged] for m in (memory, expected))
                 packer.pack(index, memory, mine)
                 pack_slices(expected.narrow(0, place * bucket.stride - origin, bucket.stride), bucket.slices, mine)
-                for hull in hulls_of(bucket.entries, place * bucket.stride, (place + 1) * bucket.stride):
+                for hull in extents_of(bucket.entries, place * bucket.stride, (place + 1) * bucket.stride):
                     part = slice(hull.first - origin, hull.end - origin)
                     assert torch.equal(memory[part], expected[part]), (bucket.entries, hull)
                     block = Block(0, 0, bucket.first + hull.first, hull.end - hull.first)

@@ -104,7 +104,7 @@ def test_left_to_the_model(load: Load, left: dict[str, str], missing: list[str],
         assert not exact or all(torch.equal(getattr(model, name).data, tensor) for name, tensor in sent.items())
         assert COMPUTES not in left.values() or torch.equal(model.one_more.data, model.a.data + 1)
     assert len(maps) == 1
-    assert receiver.map.own_load and left_of(receiver.map) == left and not receiver.map.constants
+    assert receiver.map.why_own_load and left_of(receiver.map) == left and not receiver.map.constants
     assert [kept.name for kept, *_ in unwritten(receiver.map) if not kept.buffer] == missing
 
 
@@ -131,7 +131,7 @@ def test_what_a_load_makes_lies_where_graphs_read_it(derives: bool, monkeypatch:
         model.post_load_weights()
         sent = sender.train(seed)
         sender.staged(receiver)
-        assert receiver.map.derives == derives and bool(receiver.map.own_load) != derives
+        assert receiver.map.derives == derives and bool(receiver.map.why_own_load) != derives
         assert model.made.data_ptr() == captured.data_ptr() and torch.equal(captured.reshape(-1), sent["a"] + 1)
 
 

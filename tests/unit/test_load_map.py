@@ -161,7 +161,7 @@ def test_what_is_skipped_or_no_element_is_not_left_out() -> None:
     some = moved((0, WHOLE), skipped=((1, "nobody needs it"),))
     assert maps.unused(dict.fromkeys("abc", flat), {0: 0, 1: 1, 2: 2}, [some]) == [(2, 32, 32)]
     columns = Entry("a", BF16, (4, 3), (8, 1), 54, ())  # rows with gaps
-    assert maps.unused({"a": columns}, {0: 0}, [moved((0, maps.own_box((4, 3), (8, 1))), dtype=BF16)]) == []
+    assert maps.unused({"a": columns}, {0: 0}, [moved((0, maps.full_box((4, 3), (8, 1))), dtype=BF16)]) == []
     assert maps.unused({"a": columns}, {0: 0}, [moved((0, Box(0, 0, ((2, 8, 3), (3, 1, 1)))))]) == [(0, 12, 24)]
 
 
@@ -222,7 +222,7 @@ def test_parts_are_weighed_so_that_every_element_counts_alike() -> None:
         alike = len(many) == 96 and all(len({many[element] for element in part}) == 1 for part in parts)
         wholes = [int(box is None) for rank in ranks for _, box in rank]
         times = math.lcm(*many.values()) if alike else sum(wholes) or -1
-        (weighed, once), factors = maps.weigh([96, 7], [*ranks, [(1, None)]])
+        (weighed, once), factors = maps.hash_factors([96, 7], [*ranks, [(1, None)]])
         assert (weighed, once, factors.pop()) == (times, 1, [1]), ranks
         wanted = [times // many[part[0]] if alike else whole for part, whole in zip(parts, wholes, strict=True)]
         assert [each for of_rank in factors for each in of_rank] == wanted, ranks

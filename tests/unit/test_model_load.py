@@ -101,12 +101,13 @@ def test_says_where_parameters_lie_or_why_they_cannot_be_read_there(tmp_path: Pa
 
 def test_bytes_that_nobody_named_and_memory_that_is_gone_are_an_error(tmp_path: Path) -> None:
     sender = sender_of(PLAIN, tmp_path)
-    lives = [mine.locate(shards) for mine, shards in zip(sender.parameters, sender.shards, strict=True)]
-    for broken in ([replace(lives[0], runs=(b"",) * len(lives[0].runs)), *lives[1:]], [lives[1], lives[0], lives[2]]):
+    locations = [mine.locate(shards) for mine, shards in zip(sender.parameters, sender.shards, strict=True)]
+    first, *rest = locations
+    for broken in ([replace(first, runs=(b"",) * len(first.runs)), *rest], [rest[0], first, *rest[1:]]):
         with pytest.raises(ValueError, match="trainer rank"):
             sender.in_place(sender.receiver(Model()), 0, broken)
     with pytest.raises(FileNotFoundError, match="/gone"):
-        Regions().map([replace(lives[0].regions[0], key="gone", handle=b"/gone")])
+        Regions().map([replace(locations[0].regions[0], key="gone", handle=b"/gone")])
 
 
 @pytest.mark.parametrize("place", range(WORLD))
@@ -114,8 +115,9 @@ def test_rows_are_read_in_turn_from_the_own_one_on(place: int, tmp_path: Path, m
     sender, homes, honest = sender_of(PLAIN, tmp_path), list[Any](), Copier.prepare
     monkeypatch.setattr(Copier, "prepare", lambda copier, blocks, *of: homes.extend(of) or honest(copier, blocks))
     sender.in_place(sender.receiver(Model()), place)
-    lives = [mine.locate(shards) for mine, shards in zip(sender.parameters, sender.shards, strict=True)]
-    expected = [*((rank - place) % WORLD for rank, live in enumerate(lives) for _ in live.regions), 0]  # and its own
+    locations = [mine.locate(shards) for mine, shards in zip(sender.parameters, sender.shards, strict=True)]
+    # its own comes last
+    expected = [*((rank - place) % WORLD for rank, each in enumerate(locations) for _ in each.regions), 0]
     assert homes == [expected] * 2 and set(expected) == set(range(WORLD))
 
 

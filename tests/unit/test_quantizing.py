@@ -17,12 +17,12 @@ from verl_sync_plugin.copies.table import QuantizeTable
 from verl_sync_plugin.engine.load import Assembler, ModelLoad
 from verl_sync_plugin.layout.planner import plan_buckets
 from verl_sync_plugin.layout.strided import Run
-from verl_sync_plugin.layout.tensors import SCALE, Base, Plan, Shard, View
+from verl_sync_plugin.layout.tensors import SCALE_SUFFIX, Base, Plan, Shard, View
 from verl_sync_plugin.rollouts.sglang.model import SGLangModel
 from verl_sync_plugin.trainers import fp8
 from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy
 from verl_sync_plugin.transport import memory
-from verl_sync_plugin.transport.memory import LiveParameters, Region
+from verl_sync_plugin.transport.memory import ParameterLocator, Region
 from verl_sync_plugin.transport.protocol import Manifest
 
 SHAPES = {"even": (256, 256), "uneven": (150, 300), "small": (5, 130), "wide": (1, 700), "zero": (128, 128)}
@@ -131,13 +131,13 @@ class Rank(torch.nn.Module):
         for name, (rows, columns) in shapes.items():
             scales = torch.zeros(-(-rows // SIZE), -(-columns // SIZE), device=device)
             values = torch.zeros(rows, columns, dtype=torch.float8_e4m3fn, device=device)
-            for key, tensor in ((name, values), (name + SCALE, scales)):
+            for key, tensor in ((name, values), (name + SCALE_SUFFIX, scales)):
                 self.register_parameter(key, torch.nn.Parameter(tensor, requires_grad=False))
 
     def load_weights(self, weights: Weights) -> None:
         for name, tensor in weights:
-            matrix, unit = name.removesuffix(SCALE), 1 if name.endswith(SCALE) else SIZE
-            end = SCALE if unit == 1 else ""
+            matrix, unit = name.removesuffix(SCALE_SUFFIX), 1 if name.endswith(SCALE_SUFFIX) else SIZE
+            end = SCALE_SUFFIX if unit == 1 else ""
             parameter = getattr(self, ("both" if matrix in ("gate", "up") else matrix) + end).data
             if matrix == "rows":
                 parameter.copy_(tensor[unit:])
@@ -198,7 +198,7 @@ def test_engine_ranks_quantize_too(bucket_bytes: int, torn: bool, device: str, m
     sources = [fp8.QuantizingSource(each, policy, place, 30.0) for each in inner]
     plan: Plan = plan_buckets(tuple(shard.base for shard in sources[0].shards()), bucket_bytes, True)
     packers = [Packer(place, plan, rank) for rank in range(WORLD)]
-    parameters = [LiveParameters(place, plan, rank) for rank in range(WORLD)]
+    parameters = [ParameterLocator(place, plan, rank) for rank in range(WORLD)]
     models = [Rank(place), Rank(place)]
     staged, direct = (ModelLoad(InFp8(model, 0), Manifest.of(plan), place) for model in models)
     every = tuple(range(len(plan.bases)))

@@ -174,8 +174,7 @@ def _logprobs(options: argparse.Namespace, rollout: Any, model: Any) -> Check:
     # Of the lower half: tokens that stand for images and the like are at its end
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     asked = torch.randint(max(1, vocabulary // 2), (PROMPTS, PROMPT_TOKENS), generator=generator).tolist()
-    sampling = {"temperature": 0.0, "max_new_tokens": TOKENS, "ignore_eos": True}
-    answers = rollout.generate(asked, sampling)
+    answers = rollout.generate(asked, {"temperature": 0.0, "max_new_tokens": TOKENS, "ignore_eos": True})
     whole = torch.tensor([each.prompt_ids + each.response_ids for each in answers], device=rollout.device)
     with torch.no_grad():
         logits = model(input_ids=whole, use_cache=False).logits[:, PROMPT_TOKENS - 1 : -1].float()

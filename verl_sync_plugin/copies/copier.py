@@ -57,10 +57,10 @@ class _PlainTable:
     ) -> None:
         for block in self._blocks:
             slot, source = memory.at(block.region, block.source)
-            if block.grow == 2:
+            if block.ratio == 2:
                 wide = runs(slot, source, 2 * block.width, block.count, block.source_stride).view(torch.float32)
                 slot, source = wide.to(torch.bfloat16).view(torch.uint8).reshape(-1), 0  # now contiguous
-                block = replace(block, source_stride=block.width, grow=1)
+                block = replace(block, source_stride=block.width, ratio=1)
             if copy:
                 address = target + block.target
                 flat = self._targets[bisect_right(self._targets, address, key=torch.Tensor.data_ptr) - 1]

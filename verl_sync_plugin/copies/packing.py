@@ -15,7 +15,7 @@ import torch
 from verl_sync_plugin.copies.copier import Copier, Memory, Prepared
 from verl_sync_plugin.copies.plain import Block
 from verl_sync_plugin.layout.strided import Partition, Run
-from verl_sync_plugin.layout.tensors import Bucket, Fill, Hull, Plan, Shard, Slice, hulls_of, numbers_of
+from verl_sync_plugin.layout.tensors import Bucket, Extent, Fill, Plan, Shard, Slice, extents_of, numbers_of
 
 # How a shard is read: by the kernel as it is, by the kernel cast from fp32 to bf16, by torch, or by its own ``fill``,
 # which also reads it in place
@@ -26,7 +26,7 @@ MERGE_CHUNK = 1 << 24
 LONGEST_CHUNK = MERGE_CHUNK + MERGE_CHUNK // 8
 
 
-class Found:
+class RunPlaces:
     """The places of the runs of some bases; an offloaded one comes back elsewhere.
 
     Attributes:
@@ -79,10 +79,10 @@ class PackTable:
             nothing. Slices that are packed alone are then left out, too.
     """
 
-    def __init__(self, packer: Packer, buckets: Sequence[Bucket], found: Found | None = None) -> None:
+    def __init__(self, packer: Packer, buckets: Sequence[Bucket], found: RunPlaces | None = None) -> None:
         # A proxy, for the packer holds this: both go, with what is on the device, as soon as it is dropped
         self._packer, self._buckets, self._read_alone = proxy(packer), buckets, found is None
-        self.found = found or Found([base for bucket in buckets for base in bucket.bases], packer.copier.device)
+        self.found = found or RunPlaces([base for bucket in buckets for base in bucket.bases], packer.copier.device)
         self._kinds: dict[int, int] | None = None
         self._table: Prepared | None = None
         self.alone: list[Slice] = []
@@ -111,22 +111,22 @@ class PackTable:
         in region 0, the slot."""
         places = {base: place for place, base in enumerate(self.found.bases, 1)}
         packer, rank = self._packer, self._packer.rank
-        hulls = hulls_in_segment(bucket, rank)
-        partition = Partition([Run(hull.first, hull.first, hull.end - hull.first) for hull in hulls])
+        extents = extents_in_segment(bucket, rank)
+        partition = Partition([Run(extent.first, extent.first, extent.end - extent.first) for extent in extents])
         segment = segment_of(bucket, rank)
         for part in bucket.slices:
             base, alone = packer.plan.bases[part.base], self._alone(part)
             count = part.count(base, rank)
             if count <= 0 or (alone and not self._read_alone):
                 continue
-            grow = 2 if not alone and self.found.kinds.get(part.base) == CAST else 1
+            ratio = 2 if not alone and self.found.kinds.get(part.base) == CAST else 1
             dtype = base.dtype if "float" in base.dtype else ""
             size = base.itemsize
             run = Run(segment * bucket.stride + part.offset, part.begin * size, count * size)  # and where in the shard
             for index, found in partition.meet(run):
-                at, position, group = found.source, bucket.first + found.source, packer.tensors[hulls[index].names[0]]
-                place, source = (0, at) if alone else (places[part.base], found.target * grow)
-                yield Block(source, at, position, found.width, region=place, group=group, grow=grow, dtype=dtype)
+                at, position, group = found.source, bucket.first + found.source, packer.tensors[extents[index].names[0]]
+                place, source = (0, at) if alone else (places[part.base], found.target * ratio)
+                yield Block(source, at, position, found.width, region=place, group=group, ratio=ratio, dtype=dtype)
 
 
 def segment_of(bucket: Bucket, rank: int) -> int:
@@ -134,10 +134,10 @@ def segment_of(bucket: Bucket, rank: int) -> int:
     return rank if bucket.world > 1 else 0
 
 
-def hulls_in_segment(bucket: Bucket, rank: int) -> list[Hull]:
+def extents_in_segment(bucket: Bucket, rank: int) -> list[Extent]:
     """The bytes of a rank's segment that belong to a tensor."""
     low = segment_of(bucket, rank) * bucket.stride
-    return hulls_of(bucket.entries, low, low + bucket.stride)
+    return extents_of(bucket.entries, low, low + bucket.stride)
 
 
 class Packer:
@@ -178,9 +178,9 @@ class Packer:
         pack_slices(segment, table.alone, shards)
         table.run(self._sums, self._flags, memory, origin)
 
-    def hash_parameters(self, shards: list[Shard], found: Found) -> None:
+    def hash_parameters(self, shards: list[Shard], found: RunPlaces) -> None:
         """Hashes and checks everything where it lies, for engine ranks that read it there; may return early.
-        ``shards``: all of this rank, by base index, none of which ``LiveParameters`` refuses, and their places."""
+        ``shards``: all of this rank, by base index, none of which ``ParameterLocator`` refuses, and their places."""
         if not self.copier.kernel:
             slot = torch.empty(self.plan.slot_bytes, dtype=torch.uint8, device=self.copier.device)
             for index in range(len(self.plan.buckets)):
@@ -192,8 +192,8 @@ class Packer:
                 low, kinds = bucket.first + segment_of(bucket, self.rank) * bucket.stride, found.kinds
                 quantized = [part for part in bucket.slices if kinds.get(part.base) == QUANTIZED]
                 self._quantized += (replace(part, offset=low + part.offset) for part in quantized)
-                hulls = hulls_in_segment(bucket, self.rank) if quantized else []
-                self._groups |= {name: self.tensors[hull.names[0]] for hull in hulls for name in hull.names}
+                extents = extents_in_segment(bucket, self.rank) if quantized else []
+                self._groups |= {name: self.tensors[extent.names[0]] for extent in extents for name in extent.names}
         self._whole.refresh()
         self._whole.run(self._sums, self._flags)
         if self._quantized and (fill := shards[self._quantized[0].base].fill):

@@ -51,7 +51,7 @@ class Block:
     position_stride: int = 0
     region: int = 0
     group: int = 0
-    grow: int = 1
+    ratio: int = 1
     dtype: str = ""
 
 
@@ -99,8 +99,8 @@ def hash_block(flat: torch.Tensor, start: int, block: Block) -> torch.Tensor:
     """
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     strides = block.source_stride, block.position_stride
-    lie = flat.storage_offset() + start, flat.data_ptr() + start
-    words = not any(number % 8 for number in (block.position, block.width, *strides, *lie))
+    offsets = flat.storage_offset() + start, flat.data_ptr() + start
+    words = not any(number % 8 for number in (block.position, block.width, *strides, *offsets))
     most = STEP if words else STEP // 8
     rows = max(1, most // max(block.width, 1))
     for first in range(0, block.count, rows):
@@ -129,8 +129,8 @@ def copy_runs(flat: torch.Tensor, start: int, target: torch.Tensor, target_start
     ``like``."""
     # A strided copy of single bytes is slow: use the widest element that divides everything
     numbers = (like.width, start, target_start) + (like.source_stride, like.target_stride) * (like.count > 1)
-    lies = flat.data_ptr(), flat.storage_offset(), target.data_ptr(), target.storage_offset()
-    element = getattr(torch, f"int{8 * math.gcd(8, *lies, *numbers)}")
+    offsets = flat.data_ptr(), flat.storage_offset(), target.data_ptr(), target.storage_offset()
+    element = getattr(torch, f"int{8 * math.gcd(8, *offsets, *numbers)}")
     source = runs(flat, start, like.width, like.count, like.source_stride).view(element)
     runs(target, target_start, like.width, like.count, like.target_stride).view(element).copy_(source)
 

@@ -30,7 +30,7 @@ def _lane(block: Block) -> int:
     if block.count > 1:
         read |= block.source_stride
         written |= block.target_stride | block.position_stride
-    if block.grow == 2:
+    if block.ratio == 2:
         return 8 if read % 16 == 0 and written % 8 == 0 else 2
     if (read | written) % 16 == 0:
         return 8
@@ -47,7 +47,7 @@ def _rows(blocks: Sequence[Block], tall: bool) -> np.ndarray:
     """Blocks cut into rows, in their order: int64 of shape ``(n, 10)``, in bytes."""
     fields = [
         (b.source, b.target, b.position, b.width, b.count, b.source_stride, b.target_stride, b.position_stride,
-         b.region, b.group, b.grow)
+         b.region, b.group, b.ratio)
         for b in blocks
     ]  # fmt: skip
     table = np.array(fields, dtype=np.int64)
@@ -56,11 +56,11 @@ def _rows(blocks: Sequence[Block], tall: bool) -> np.ndarray:
     of, number = _numbered(-(-table[:, 4] // step) * columns)
     run, column = np.divmod(number, columns[of])
     first, offset = run * step[of], column * ROW_BYTES
-    source, target, position, width, count, by, target_by, position_by, region, group, grow = table[of].T
+    source, target, position, width, count, by, target_by, position_by, region, group, ratio = table[of].T
     per_run = width if tall else np.minimum(width - offset, ROW_BYTES)
     runs = np.minimum(count - first, step[of])
     found = (
-        source + first * by + offset * grow, target + first * target_by + offset,
+        source + first * by + offset * ratio, target + first * target_by + offset,
         position + first * position_by + offset, by, target_by, position_by, region, group, runs * per_run, per_run,
     )  # fmt: skip
     return np.stack(found, 1)
@@ -114,7 +114,7 @@ class KernelTable:
         for block in blocks:
             if block.count and block.width:
                 tall = block.count > 1 and block.width <= ROW_BYTES
-                kinds.setdefault((_lane(block), tall, block.grow == 2, block.dtype), []).append(block)
+                kinds.setdefault((_lane(block), tall, block.ratio == 2, block.dtype), []).append(block)
         self._pointers = _Pointers(device)
         self._parts = []
         for (lane, tall, cast, dtype), alike in kinds.items():

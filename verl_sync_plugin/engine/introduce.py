@@ -34,14 +34,14 @@ from verl_sync_plugin.layout.load_map import (
     Tensors,
     box_of,
     box_spans,
+    full_box,
     length,
-    own_box,
     pairs_of,
     size_of,
     spans_of,
     without,
 )
-from verl_sync_plugin.layout.tensors import SCALE, Entry, align, dtype_name
+from verl_sync_plugin.layout.tensors import SCALE_SUFFIX, Entry, align, dtype_name
 
 CHUNK_BYTES = 256 << 20  # of marks given to the model in one call; bounds the memory that they take
 SEED = 20_251
@@ -126,7 +126,7 @@ def introduce(model: EngineModel, tensors: Tensors, device: torch.device) -> tup
 def kept_in_fp8(model: EngineModel, sources: Sequence[Entry]) -> tuple[str, ...]:
     """The matrices, by name, that the model keeps in fp8; none once the trainer sends scales. A dry load is offered all
     of them in fp8: for a parameter in fp8 many of SGLang's loaders take nothing else."""
-    quantized = any(source.name.endswith(SCALE) for source in sources)
+    quantized = any(source.name.endswith(SCALE_SUFFIX) for source in sources)
     if quantized or all(parameter.dtype != FP8 for parameter in model.module.parameters()):
         return ()
     offered = {each.name for each in sources if len(each.shape) == 2 and "float" in each.dtype}
@@ -148,14 +148,15 @@ class _Introduction:
         self.places = Places(model.module)
         self._moves: list[Move] = []
         self._constants: list[Constant] = []
-        self._own_load = ""
+        self._why_own_load = ""
         self._not_copied: dict[str, str] = {}
         self._unplaced: dict[str, str] = {}
 
     @torch.no_grad()
     def run(self) -> tuple[LoadMap, Storages]:
         model = self._model
-        before, storages = _lies(model.module), {name: storage_of(each) for name, each in model_tensors(model.module)}
+        before = _tensor_places(model.module)
+        storages = {name: storage_of(each) for name, each in model_tensors(model.module)}
         refreshed = {storage_of(copy): storage_of(weight) for weight, copy in model.refreshed}
         recording = record(model, list(self._entries.values()))
         known = [w for w in recording.writes if w.name or w.source is not None or storage_of(w.target) not in refreshed]
@@ -164,7 +165,7 @@ class _Introduction:
         if bare := [name for name in into_fp8 if self._entries[name].dtype != dtype_name(FP8)]:
             what = f"{model.engine}'s load of {model.name} puts {bare[0]} into fp8 without a scale"
             raise ValueError(f"{what}. Remove actor_rollout_ref.rollout.quantization=fp8, or use another model.")
-        moved = {name for name, _ in before ^ _lies(model.module)}
+        moved = {name for name, _ in before ^ _tensor_places(model.module)}
         self.places.restore()
         self._storages = Storages(model.module)
         odd = {storages[name]: f"its load lays {name} out again" for name in moved if name in storages}
@@ -173,7 +174,7 @@ class _Introduction:
         self._propose(recording, odd)
         self._prove(moved)
         self._add_constants()
-        own = next((f"{name}: {why}" for name, why in self._not_copied.items()), self._own_load)
+        own = next((f"{name}: {why}" for name, why in self._not_copied.items()), self._why_own_load)
         found = LoadMap(
             f"{model.engine}'s {model.name}", self._storages.table, tuple(self._moves), tuple(self._constants),
             own, self._leftovers(recording), self._theirs(moved) if own else (),
@@ -213,7 +214,7 @@ class _Introduction:
                 if len(each.rest):
                     self._constants.append(_constant(each.storage, each.rest, each.write.source, each.write.target))
             elif not each.name:
-                self._own_load = "its load writes what it computes in addition to the tensors"
+                self._why_own_load = "its load writes what it computes in addition to the tensors"
 
     def _why_no_move(self, box: Box, device: torch.device) -> str:
         if any(not (step and other) for _, step, other in box.dims):
@@ -226,7 +227,7 @@ class _Introduction:
     def _prove(self, moved: set[str]) -> None:
         """Has the model load marks. Raises ValueError where it does not do what was recorded."""
         model, flats = self._model, self._storages.flats
-        lies = _lies(model.module)
+        places = _tensor_places(model.module)
         left = {"", *self._not_copied}
         unproven = [(w.storage, w.rest) for w in self._writes if not w.dead and w.name in left]
         for storage, spans in unproven:
@@ -235,7 +236,7 @@ class _Introduction:
         for marks in self._marks():
             model.load_weights(iter(marks))
             del marks  # or two chunks would be there at a time
-        if more := {name for name, _ in lies ^ _lies(model.module)} - moved:
+        if more := {name for name, _ in places ^ _tensor_places(model.module)} - moved:
             raise self._other(f"lays {min(more)} out again with real tensors, and did not without them")
         self.places.restore()
         for storage, spans in unproven:
@@ -250,13 +251,13 @@ class _Introduction:
         self._moves = [move for move in self._moves if self._names[move.tensor] not in self._unplaced]
         lasting = [each for each in self._constants if _holds(each, flats[each.storage])]
         if len(lasting) < len(self._constants):
-            self._own_load = "a constant next to its weights changes with what is loaded"
+            self._why_own_load = "a constant next to its weights changes with what is loaded"
         self._constants = lasting
 
     def _marks(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Chunks of marks, the same at every call: a model may write into what it is given."""
         for number, chunk in enumerate(_chunks(self._entries, self._owners, self._model)):
-            yield _marks(chunk, self._owners, torch.Generator(self._device).manual_seed(SEED + number))
+            yield _marks_of(chunk, self._owners, torch.Generator(self._device).manual_seed(SEED + number))
 
     def _misplaced(self) -> set[str]:
         """The tensors of which some mark is not where a move puts it."""
@@ -272,11 +273,11 @@ class _Introduction:
     def _differs(self, mark: torch.Tensor, move: Move) -> torch.Tensor:
         """A flag: the model does not hold all elements of a move as the mark has them."""
         bits = getattr(torch, f"int{8 * size_of(move.dtype)}")
-        given = taken(mark, move.box).to(getattr(torch, move.dtype)).view(bits)
-        lies = in_box(self._storages.flats[move.storage], move.box, move.dtype).view(bits)
-        lies.bitwise_xor_(given)  # in the model's own memory: elsewhere it would take some
-        flag = lies.any()
-        lies.bitwise_xor_(given)
+        given = source_view(mark, move.box).to(getattr(torch, move.dtype)).view(bits)
+        stored = target_view(self._storages.flats[move.storage], move.box, move.dtype).view(bits)
+        stored.bitwise_xor_(given)  # in the model's own memory: elsewhere it would take some
+        flag = stored.any()
+        stored.bitwise_xor_(given)
         return flag
 
     def _other(self, what: str) -> ValueError:
@@ -309,7 +310,7 @@ class _Introduction:
         for name, why in sorted(self._not_copied.items()):
             source, writes = self._entries[name], of_name.get(name, [])
             if name in recording.taken:
-                parts = [box_spans(own_box(source.shape, source.strides), True)]
+                parts = [box_spans(full_box(source.shape, source.strides), True)]
             else:
                 parts = [box_spans(each.box, True) for each in writes if each.box is not None and not each.dead]
             dtype = source.dtype
@@ -376,19 +377,19 @@ def _resolve_overlap(earlier: _Writing, later: _Writing, left: dict[str, str]) -
 
 
 # ----------------------------------------------------------------------------------------------------------- marks
-def is_turned(move: Move) -> bool:
+def needs_reorder(move: Move) -> bool:
     """True if a move puts the elements in another order than the tensor's, or in far too many short runs."""
     return move.box.run_count > (1 if move.box.width * size_of(move.dtype) < SHORT_RUN else MOST_RUNS)
 
 
-def in_box(flat: torch.Tensor, box: Box, dtype: str) -> torch.Tensor:
+def target_view(flat: torch.Tensor, box: Box, dtype: str) -> torch.Tensor:
     """The elements of a box in memory, of ``dtype``, a view with its dimensions; ``flat``: all bytes (uint8) of its
     storage."""
     typed = flat[: len(flat) // size_of(dtype) * size_of(dtype)].view(getattr(torch, dtype))
     return typed.as_strided([d[0] for d in box.dims], [d[2] for d in box.dims], typed.storage_offset() + box.target)
 
 
-def taken(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+def source_view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """The elements of a box in the tensor, a view with its dimensions."""
     return tensor.as_strided([d[0] for d in box.dims], [d[1] for d in box.dims], tensor.storage_offset() + box.source)
 
@@ -399,7 +400,7 @@ def flagged(flags: Sequence[tuple[str, torch.Tensor]]) -> list[str]:
     return list(dict.fromkeys(name for (name, _), flag in zip(flags, found, strict=True) if flag))
 
 
-def _marks(
+def _marks_of(
     chunk: Sequence[Entry], owners: Mapping[str, str], generator: torch.Generator
 ) -> list[tuple[str, torch.Tensor]]:
     """Tied tensors hold the same marks, in memory of their own: some models write into what they are given. A chunk's
@@ -471,7 +472,7 @@ def place_of(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _lies(module: torch.nn.Module) -> set[tuple[str, tuple[object, ...]]]:
+def _tensor_places(module: torch.nn.Module) -> set[tuple[str, tuple[object, ...]]]:
     """Finds the place of every tensor of the model, by name."""
     return {(name, place_of(tensor)) for name, tensor in model_tensors(module)}
 

@@ -24,23 +24,24 @@ from verl_sync_plugin.engine.introduce import (
     Storages,
     bits_of,
     flagged,
-    in_box,
     introduce,
-    is_turned,
     kept_in_fp8,
+    needs_reorder,
     place_of,
-    taken,
+    source_view,
+    target_view,
     views_of,
 )
 from verl_sync_plugin.engine.model import EngineModel, FusedPairs, partner_of
 from verl_sync_plugin.layout.load_map import LoadMap, Move, Tensors, held_parts, read_parts, size_of
 from verl_sync_plugin.layout.strided import Partition, Run, compose, in_rows
-from verl_sync_plugin.layout.tensors import SCALE, Bucket, Entry, dtype_name, hulls_of
+from verl_sync_plugin.layout.tensors import SCALE_SUFFIX, Bucket, Entry, dtype_name, extents_of
 from verl_sync_plugin.log import say, some
-from verl_sync_plugin.transport.memory import Live, Regions
+from verl_sync_plugin.transport.memory import Location, Regions
 from verl_sync_plugin.transport.protocol import Held, Manifest
 
 Layout = tuple[tuple[object, ...], ...]
+InPlaceTables = tuple[tuple[str, ...], Memory, tuple[Prepared, Prepared], list[QuantizeTable]]
 
 
 class LayoutKey:
@@ -103,7 +104,7 @@ class ModelLoad:
             self.map, self._storages = before.map, before._storages
             self._key, self._layout = before._key, before._layout
         self._compiled = False
-        self._live: tuple[tuple[str, ...], Memory, tuple[Prepared, Prepared], list[QuantizeTable]] | None = None
+        self._in_place_tables: InPlaceTables | None = None
 
     def _shapes(self) -> list[tuple[object, ...]]:
         return [(name, self._entries[name].shape, self._entries[name].strides) for name in self._names]
@@ -120,7 +121,7 @@ class ModelLoad:
         now, self._now = self._now or self._key.now(), None
         if now != self._layout:
             self._introduce()
-        if self.map.own_load or self.map.derives:
+        if self.map.why_own_load or self.map.derives:
             self._places = Places(self._model.module)
         if not self._compiled:
             self._compile()
@@ -129,7 +130,7 @@ class ModelLoad:
             torch._foreach_zero_(self._zeros)  # a padded model has thousands
         for view, bits in self._bits:
             view.copy_(bits)
-        self._assembler = Assembler(frozenset(self._names), self._model.fused_pairs if self.map.own_load else ())
+        self._assembler = Assembler(frozenset(self._names), self._model.fused_pairs if self.map.why_own_load else ())
 
     def _put_back(self) -> None:
         """Puts back what a load has put elsewhere, also one that failed."""
@@ -148,7 +149,7 @@ class ModelLoad:
 
     # --------------------------------------------------------------------------------------------------- the tables
     def _compile(self) -> None:
-        self._live = None
+        self._in_place_tables = None
         self._copier = Copier(self.device, self._storages.flats)
         parts = read_parts(self.map, self._tensors.owners)
         self._hashed = [self._names[number] for number, _ in parts]  # the tensor of each sum
@@ -158,12 +159,12 @@ class ModelLoad:
         for part, move in enumerate(self.map.copied):
             name = self._names[move.tensor]
             self._moves.setdefault(name, []).append((part, move))
-            if move.dtype != self._entries[name].dtype or is_turned(move):
+            if move.dtype != self._entries[name].dtype or needs_reorder(move):
                 self._by_scratch.add(name)
         self._works = [self._cut(bucket) for bucket in self.manifest.buckets]
         self._ready = [(self._copier.prepare(w.copies), self._copier.prepare(w.reads)) for w in self._works]
         self._read_sums = torch.zeros(len(parts), dtype=torch.int64, device=self.device)
-        self.replayed = 0 if self.map.own_load else len(self._names)
+        self.replayed = 0 if self.map.why_own_load else len(self._names)
         flats = self._storages.flats
         views = [(each, view) for each in self.map.constants for view in views_of(each, flats[each.storage])]
         self._zeros = [view for each, view in views if not any(each.bits)]
@@ -178,23 +179,23 @@ class ModelLoad:
         of_held = [(move, self._tensors.dtypes[move.tensor], self._pieces[self._names[move.tensor]]) for move in held]
         self._held = HeldHashes(of_held, self._copier)
         how = "the kernel" if self._copier.kernel else "plain copies"
-        how = f"the model's own load ({self.map.own_load})" if self.map.own_load else how
+        how = f"the model's own load ({self.map.why_own_load})" if self.map.why_own_load else how
         say(f"{len(self._names)} tensors go by {how}")
         self._compiled = True
 
     def _cut(self, bucket: Bucket) -> _Work:
         copies, reads, whole = list[Block](), list[Block](), list[Entry]()
         for entry in bucket.entries:
-            if self.map.own_load or entry.name in self._by_scratch:
+            if self.map.why_own_load or entry.name in self._by_scratch:
                 whole.append(entry)
                 reads += self._blocks(entry, bucket, packed=True)
             else:
                 copies += self._blocks(entry, bucket)
-        for hull in hulls_of(bucket.entries) if self._whole else ():
-            first, part = hull.first, self._whole.get(self._tensors.numbers[hull.names[0]])
+        for extent in extents_of(bucket.entries) if self._whole else ():
+            first, part = extent.first, self._whole.get(self._tensors.numbers[extent.names[0]])
             if part is not None:
                 region, position = first // bucket.stride, bucket.first + first
-                reads.append(Block(first, 0, position, hull.end - first, region=region, group=part))
+                reads.append(Block(first, 0, position, extent.end - first, region=region, group=part))
         return _Work(copies, reads, tuple(whole))
 
     def _blocks(self, entry: Entry, bucket: Bucket, packed: bool = False) -> Iterator[Block]:
@@ -221,46 +222,47 @@ class ModelLoad:
         copies.run(memory, self._read_sums)
         reads.run(memory, self._read_sums, copy=False)
         whole = self._assembler.tensors(memory, self._works[index].whole)
-        if self.map.own_load:
+        if self.map.why_own_load:
             self._model.load_weights(whole)
             return
         for name, tensor in whole:  # in scratch memory
             for _, move in self._moves[name]:
-                in_box(self._storages.flats[move.storage], move.box, move.dtype).copy_(taken(tensor, move.box))
+                flat = self._storages.flats[move.storage]
+                target_view(flat, move.box, move.dtype).copy_(source_view(tensor, move.box))
 
     @property
     def obstacle(self) -> str:
         """The reason why parameters may not be read where they lie; empty when they may."""
         if self.device.type == "cuda" and not self._copier.kernel:
             return "there is no Triton kernel in the engine"
-        if self.map.own_load:
-            return f"the model loads the tensors itself: {self.map.own_load}"
+        if self.map.why_own_load:
+            return f"the model loads the tensors itself: {self.map.why_own_load}"
         return next((f"{name} is copied through scratch memory" for name in self._by_scratch), "")
 
-    def load_in_place(self, lives: Sequence[Live], place: int, regions: Regions) -> None:
-        """Loads everything from where the trainer ranks hold it; copies may still run when it returns. ``lives``: of
-        all ranks of the group, mapped by ``regions``; ``place``: which of them is on this device. Raises ValueError
+    def load_in_place(self, locations: Sequence[Location], place: int, regions: Regions) -> None:
+        """Loads everything from where the trainer ranks hold it; copies may still run when it returns. ``locations``:
+        of all ranks of the group, mapped by ``regions``; ``place``: which of them is on this device. Raises ValueError
         where they do not hold what the manifest says."""
-        keys = tuple(live.key for live in lives)
-        if self._live is None or self._live[0] != keys:
-            found = [region for live in lives for region in live.regions]
+        keys = tuple(location.key for location in locations)
+        if self._in_place_tables is None or self._in_place_tables[0] != keys:
+            found = [region for location in locations for region in location.regions]
             flats = [regions.flat(region) for region in found]
             own, starts = len(found), [*(flat.data_ptr() for flat in flats), 0]  # own: this process's memory
             memory = Memory(self.device, starts, flats)
             copies, reads, quantized = list[Block](), list[Block](), list[Block]()
-            wheres = [_Where(number, bucket, lives, place) for number, bucket in enumerate(self.manifest.buckets)]
+            wheres = [_Where(number, bucket, locations, place) for number, bucket in enumerate(self.manifest.buckets)]
             for work, where in zip(self._works, wheres, strict=True):
                 for moved in (moved for block in work.copies for moved in where.moved(block)):
                     in_fp8 = self._entries[self._hashed[moved.group]].dtype == dtype_name(FP8)
-                    (quantized if in_fp8 and moved.grow > 1 else copies).append(moved)
+                    (quantized if in_fp8 and moved.ratio > 1 else copies).append(moved)
                 reads.extend(moved for block in work.reads for moved in where.moved(block))
             for b in quantized:  # hashed where it has been written
                 at = (b.target, 0, b.position, b.width, b.count, b.target_stride, 0, b.position_stride)
                 reads.append(Block(*at, region=own, group=b.group))
-            homes = [*((rank - place) % len(lives) for rank, live in enumerate(lives) for _ in live.regions), 0]
+            homes = [*((rank - place) % len(locations) for rank, each in enumerate(locations) for _ in each.regions), 0]
             prepared = self._copier.prepare(copies, homes), self._copier.prepare(reads, homes)
-            self._live = keys, memory, prepared, self._quantizing(quantized, wheres, homes)
-        _, memory, (copied, read), tables = self._live
+            self._in_place_tables = keys, memory, prepared, self._quantizing(quantized, wheres, homes)
+        _, memory, (copied, read), tables = self._in_place_tables
         copied.run(memory, self._read_sums)
         for table in tables:
             table.run(0, memory.starts)
@@ -270,29 +272,29 @@ class ModelLoad:
         """Tables of bf16 and of fp32 that goes to fp8. Raises ValueError where a matrix's scales lie in pieces."""
         if not blocks:
             return []
-        lies = dict[str, set[tuple[int, int]]]()  # of scales: region, and byte in it of the first one
+        places = dict[str, set[tuple[int, int]]]()  # of scales: region, and byte in it of the first one
         for where, bucket in zip(wheres, self.manifest.buckets, strict=True):
-            for entry in (entry for entry in bucket.entries if entry.name.endswith(SCALE)):
+            for entry in (entry for entry in bucket.entries if entry.name.endswith(SCALE_SUFFIX)):
                 for piece in entry.pieces:
                     moved = where.moved(Block(piece.source, 0, piece.source, 1))
-                    lies.setdefault(entry.name, set()).update((m.region, m.source - piece.target) for m in moved)
+                    places.setdefault(entry.name, set()).update((m.region, m.source - piece.target) for m in moved)
         found, size = dict[torch.dtype, list[Rectangle]](), self._model.fp8_block
         for block in blocks:
             name = self._hashed[block.group]
-            (scales,) = lies[name + SCALE]
-            read = found.setdefault(torch.bfloat16 if block.grow == 2 else torch.float32, [])
+            (scales,) = places[name + SCALE_SUFFIX]
+            read = found.setdefault(torch.bfloat16 if block.ratio == 2 else torch.float32, [])
             read += _rectangles(block, self._pieces[name], self._entries[name].shape[1], size[1], *scales)
         return [QuantizeTable(each, (dtype, torch.bfloat16), size, self.device, homes) for dtype, each in found.items()]
 
-    def forget_lives(self) -> None:
+    def forget_locations(self) -> None:
         """Regions are about to be unmapped; mapped again, they may lie elsewhere."""
-        self._live = None
+        self._in_place_tables = None
 
     def finish(self) -> None:
         """Ends the sync: derives what the model derives, and refreshes its copies. Raises ValueError where a tensor is
         incomplete."""
         self._assembler.finish()
-        if self.map.derives and not self.map.own_load:  # an own load has derived by itself
+        if self.map.derives and not self.map.why_own_load:  # an own load has derived by itself
             self._model.derive_after_load()
         self._put_back()
         self._model.refresh_copies()
@@ -314,19 +316,19 @@ class ModelLoad:
 class _Where:
     """The places of one bucket's bytes in the trainer's own memory."""
 
-    def __init__(self, number: int, bucket: Bucket, lives: Sequence[Live], place: int) -> None:
+    def __init__(self, number: int, bucket: Bucket, locations: Sequence[Location], place: int) -> None:
         self._number, self._start = number, bucket.first
         rows: list[tuple[int, int, int, int, int]] = []
         first_region = 0
-        for rank, live in enumerate(lives):
+        for rank, location in enumerate(locations):
             if bucket.world > 1 or rank == place:
-                held = np.frombuffer(live.runs[number], dtype="<i8").reshape(-1, 5)
+                held = np.frombuffer(location.runs[number], dtype="<i8").reshape(-1, 5)
                 # The only segment of what every rank holds is the own rank's; its numbers count from 0 like the others'
                 low = rank * bucket.stride if bucket.world > 1 else 0
                 if len(held) and not low <= held[0, 0] <= held[-1, 0] < low + bucket.stride:
                     raise ValueError(f"trainer rank {rank} tells of bytes of bucket {number} that are not its own")
-                rows.extend((o, n, first_region + r, source, grow) for o, n, r, source, grow in held.tolist())
-            first_region += len(live.regions)
+                rows.extend((o, n, first_region + r, source, ratio) for o, n, r, source, ratio in held.tolist())
+            first_region += len(location.regions)
         self._rows = sorted(rows)
         self._partition = Partition([Run(first, first, nbytes) for first, nbytes, *_ in self._rows])
 
@@ -336,10 +338,10 @@ class _Where:
         left = read.width * read.count
         for number, run in self._partition.meet(read):
             left -= run.width * run.count
-            first, _, region, source, grow = self._rows[number]
+            first, _, region, source, ratio = self._rows[number]
             yield Block(
-                source + (run.source - first) * grow, run.target, self._start + run.source, run.width, run.count,
-                run.source_stride * grow, run.target_stride, run.source_stride, region, block.group, grow,
+                source + (run.source - first) * ratio, run.target, self._start + run.source, run.width, run.count,
+                run.source_stride * ratio, run.target_stride, run.source_stride, region, block.group, ratio,
             )  # fmt: skip
         if left:
             last = read.source + (read.count - 1) * read.source_stride + read.width - 1
@@ -360,7 +362,7 @@ def _rectangles(
         run = Run(first, block.position, block.width, block.count, stride, block.position_stride)
         return (row for piece in near for each in compose(run, piece) for row in in_rows(each, columns))
 
-    read = in_matrix(block.source // block.grow, block.position_stride)
+    read = in_matrix(block.source // block.ratio, block.position_stride)
     written = in_matrix(block.target, block.target_stride)
     for one, other in zip(read, written, strict=True):
         yield Rectangle(
@@ -375,10 +377,10 @@ class HeldHashes:
     pieces: runs from the places that count for the hash to its bytes."""
 
     def __init__(self, parts: Sequence[tuple[Move, str, Sequence[Run]]], copier: Copier) -> None:
-        plain, self._turned = list[Block](), list[tuple[Move, str, Prepared]]()
+        plain, self._reordered = list[Block](), list[tuple[Move, str, Prepared]]()
         self._device, self._count = copier.device, len(parts)
         for group, (move, dtype, pieces) in enumerate(parts):
-            other = is_turned(move) or move.dtype != dtype
+            other = needs_reorder(move) or move.dtype != dtype
             box, region = (move.box.packed(), 0) if other else (move.box, move.storage)
             blocks = [
                 Block(r.target, 0, r.source, r.width, r.count, r.target_stride, 0, r.source_stride, region, group)
@@ -387,7 +389,7 @@ class HeldHashes:
                 for r in compose(piece, run)
             ]
             if other:
-                self._turned.append((move, dtype, copier.prepare(blocks)))
+                self._reordered.append((move, dtype, copier.prepare(blocks)))
             else:
                 plain += blocks
         self._plain = copier.prepare(plain)
@@ -398,17 +400,17 @@ class HeldHashes:
         sums = torch.zeros(self._count, dtype=torch.int64, device=self._device)
         self._plain.run(memory_of(flats, self._device), sums, copy=False)
         odd = []
-        for move, dtype, blocks in self._turned:
-            lies = in_box(flats[move.storage], move.box, move.dtype).contiguous().reshape(-1).view(torch.uint8)
+        for move, dtype, blocks in self._reordered:
+            stored = target_view(flats[move.storage], move.box, move.dtype).contiguous().reshape(-1).view(torch.uint8)
             if move.dtype != dtype:
-                wide = lies.view(getattr(torch, move.dtype))
+                wide = stored.view(getattr(torch, move.dtype))
                 if (move.dtype, dtype) == ("float32", "bfloat16"):
                     narrow = (wide.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)  # keeps a NaN's bits
                 else:
                     narrow = wide.to(getattr(torch, dtype))
                 odd.append((move, ((wide != narrow.to(wide.dtype)) & ~wide.isnan()).any()))
-                lies = narrow.view(torch.uint8)
-            blocks.run(memory_of([lies], self._device), sums, copy=False)
+                stored = narrow.view(torch.uint8)
+            blocks.run(memory_of([stored], self._device), sums, copy=False)
         return sums, odd
 
 

@@ -15,7 +15,7 @@ from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.engine.load import ModelLoad, refuse_rearranged
 from verl_sync_plugin.engine.model import EngineModel
 from verl_sync_plugin.transport.channel import Channel, ChannelTimeoutError
-from verl_sync_plugin.transport.memory import Live, Regions, Slots
+from verl_sync_plugin.transport.memory import Location, Regions, Slots
 from verl_sync_plugin.transport.protocol import (
     Commit,
     Committed,
@@ -25,7 +25,7 @@ from verl_sync_plugin.transport.protocol import (
     LoadRequest,
     Manifest,
     Ready,
-    together_seconds,
+    agreement_seconds,
 )
 
 LEAST_BYTES = 64 << 20  # of an allocator's cache; less is not worth the device's wait for the freeing
@@ -46,7 +46,7 @@ class ReceiverSession:
         self._stagings: tuple[Slots, ...] = ()
         self._regions = Regions()
         self._least: int | None = None  # fewest bytes the allocator held at a sync
-        self._lives: tuple[Live, ...] = ()
+        self._locations: tuple[Location, ...] = ()
         self._maps = True  # False once parameters could not be mapped
         self._reserved = 0
 
@@ -61,26 +61,26 @@ class ReceiverSession:
         wait = request.timeout_seconds
         if self._load is not None:  # while the trainer ranks make ready to greet
             self._load.note_layout()
-        hello = _expect(Hello, channel.receive(together_seconds(wait)))
+        hello = _expect(Hello, channel.receive(agreement_seconds(wait)))
         self._reserved = _reserved_bytes()
-        opened = (self._open_in_place if hello.live else self._open_staged)(hello, channel, wait)
+        opened = (self._open_in_place if hello.location_keys else self._open_staged)(hello, channel, wait)
         if isinstance(opened, str):
             channel.send(Ready(refusal=opened))
             return
         channel.send(Ready(map=None if hello.map == opened.map.digest else opened.map))
-        running = Running(channel, opened.device)
+        running = PendingLoads(channel, opened.device)
         message = running.receive(wait)
         while isinstance(message, Load):
             with running.loading(message.bucket):
-                if hello.live:  # the trainer ranks keep their parameters until all engine ranks have said ``Loaded``
-                    opened.load_in_place(self._lives, hello.place, self._regions)
+                if hello.location_keys:  # trainer ranks keep their parameters until all engine ranks have answered
+                    opened.load_in_place(self._locations, hello.place, self._regions)
                 else:
                     opened.load(message.bucket, self._parts(hello, opened.manifest, message))
             message = running.receive(wait)
         commit = _expect(Commit, message)
-        if hello.live:
+        if hello.location_keys:
             # Only now: until the trainer has heard ``Committed``, it may come back to what these map
-            self._map(lives=self._lives)
+            self._map(locations=self._locations)
         self._commit(commit, hello, channel)
 
     def _open_staged(self, hello: Hello, channel: Channel, wait: float) -> ModelLoad | str:
@@ -104,9 +104,9 @@ class ReceiverSession:
         self._load.begin()
         if obstacle := self._load.obstacle:
             return obstacle
-        if tuple(live.key for live in self._lives) != hello.live:
+        if tuple(location.key for location in self._locations) != hello.location_keys:
             channel.send(Ready(needs_details=True))
-            if refusal := self._refusal(self._stagings, _expect(Hello, channel.receive(wait)).lives):
+            if refusal := self._refusal(self._stagings, _expect(Hello, channel.receive(wait)).locations):
                 self._maps = False
                 return refusal
         return self._load
@@ -116,26 +116,26 @@ class ReceiverSession:
         slots = [self._regions.slot(slots, message.slot) for slots in self._stagings]
         return slots if manifest.sharded and manifest.buckets[message.bucket].world > 1 else [slots[hello.place]]
 
-    def _refusal(self, stagings: tuple[Slots, ...], lives: tuple[Live, ...] = ()) -> str:
+    def _refusal(self, stagings: tuple[Slots, ...], locations: tuple[Location, ...] = ()) -> str:
         """Maps these; returns the reason why one of them cannot be mapped, if so."""
         try:
-            self._map(stagings, lives)
+            self._map(stagings, locations)
         except (RuntimeError, OSError) as error:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    def _map(self, stagings: tuple[Slots, ...] = (), lives: tuple[Live, ...] = ()) -> None:
+    def _map(self, stagings: tuple[Slots, ...] = (), locations: tuple[Location, ...] = ()) -> None:
         """Maps these and unmaps all else, of which the trainer could not free what is mapped here. Raises RuntimeError
         or OSError where one cannot be reached from here; then nothing is mapped."""
-        if self._load is not None and not (lives and lives == self._lives):
-            self._load.forget_lives()
-        self._stagings, self._lives = (), ()
+        if self._load is not None and not (locations and locations == self._locations):
+            self._load.forget_locations()
+        self._stagings, self._locations = (), ()
         try:
-            self._regions.map([*(s.region for s in stagings), *(each for live in lives for each in live.regions)])
+            self._regions.map([*(s.region for s in stagings), *(each for found in locations for each in found.regions)])
         except BaseException:
             self._regions.map(())
             raise
-        self._stagings, self._lives = stagings, lives
+        self._stagings, self._locations = stagings, locations
 
     def _commit(self, commit: Commit, hello: Hello, channel: Channel) -> None:
         load = self._load
@@ -145,7 +145,7 @@ class ReceiverSession:
             load.finish()
         finally:
             if commit.unmap:  # the trainer gives it back in any case
-                self._map(lives=self._lives)
+                self._map(locations=self._locations)
         if load.is_new:
             refuse_rearranged(self._model, load.device)
             load.is_new = False
@@ -175,7 +175,7 @@ class ReceiverSession:
         return 0 if least is None else peak - self._least
 
 
-class Running:
+class PendingLoads:
     """Loads whose copies still run. The sender may overwrite a slot as soon as it hears ``Loaded``, so that is said
     only after the copies have completed; meanwhile the next load is started, so that the device never waits for us."""
 
@@ -204,7 +204,7 @@ class Running:
             ChannelTimeoutError: the copies of a load do not end, or the sender is silent.
         """
         deadline = time.monotonic() + timeout
-        while self._started and not self._channel.has_word():
+        while self._started and not self._channel.has_message():
             if self._started[0][2].query():
                 self._say(*self._started.popleft()[:2])
             elif time.monotonic() > deadline:

@@ -18,11 +18,11 @@ import msgspec
 import numpy as np
 
 from verl_sync_plugin.layout.strided import Run
-from verl_sync_plugin.layout.tensors import Entry, hulls_of, numbers_of
+from verl_sync_plugin.layout.tensors import Entry, extents_of, numbers_of
 
 Spans = np.ndarray  # int64 of shape (n, 2): first and one past the last, disjoint and ascending
 Pairs = tuple[tuple[int, int], ...]  # the same, to be sent
-NOTHING: Spans = np.zeros((0, 2), dtype=np.int64)
+EMPTY_SPANS: Spans = np.zeros((0, 2), dtype=np.int64)
 ROUNDED = "is kept in several dtypes"
 UNEVEN = "the engine's ranks hold parts of it that cannot be compared together"
 MOST_TIMES = 1 << 20  # counts of one element in a sum; the hash is exact up to 2^32
@@ -52,8 +52,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
     @property
     def run_count(self) -> int:
         """How many ``Run`` it makes; each covers at most two dimensions."""
-        outer = self.dims[:-1] if self.width > 1 else self.dims
-        return math.prod(size for size, _, _ in outer[:-1])
+        return math.prod(size for size, _, _ in (self.dims[:-1] if self.width > 1 else self.dims)[:-1])
 
     def runs(self, size: int) -> list[Run]:
         """The same as runs of bytes, of elements of ``size`` bytes."""
@@ -62,7 +61,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
         count, step, other = dims.pop() if dims else (1, 0, 0)
         sources = starts_of(self.source, [(many, step) for many, step, _ in dims]).tolist()
         targets = starts_of(self.target, [(many, other) for many, _, other in dims]).tolist()
-        return [Run(a, b, width, count, step, other).times(size) for a, b in zip(sources, targets, strict=True)]
+        return [Run(a, b, width, count, step, other).in_bytes(size) for a, b in zip(sources, targets, strict=True)]
 
     def packed(self) -> Box:
         """The same elements of the tensor, in its order, one after the other from 0 on."""
@@ -72,7 +71,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
             step *= size
         return Box(self.source, 0, tuple(joined(reversed(dims))))
 
-    def taken(self) -> Box:
+    def source_only(self) -> Box:
         """The box without its place in memory, to compare which elements of the tensor are taken."""
         return Box(self.source, 0, tuple((size, step, 0) for size, step, _ in self.dims))
 
@@ -164,7 +163,7 @@ class LoadMap(msgspec.Struct, frozen=True, array_like=True, dict=True):
     storages: tuple[Storage, ...] = ()
     moves: tuple[Move, ...] = ()
     constants: tuple[Constant, ...] = ()
-    own_load: str = ""
+    why_own_load: str = ""
     not_copied: tuple[NotCopied, ...] = ()
     own_writes: tuple[tuple[int, Pairs], ...] = ()
     skipped: tuple[tuple[int, str], ...] = ()
@@ -199,7 +198,7 @@ def size_of(dtype: str) -> int:
 # ------------------------------------------------------------------------------------------------------- spans
 def spans_of(found: Sequence[np.ndarray]) -> Spans:
     """The union of intervals."""
-    pairs = np.concatenate([NOTHING, *(np.asarray(each, dtype=np.int64).reshape(-1, 2) for each in found)])
+    pairs = np.concatenate([EMPTY_SPANS, *(np.asarray(each, dtype=np.int64).reshape(-1, 2) for each in found)])
     if len(pairs) < 2:
         return pairs
     pairs = pairs[np.argsort(pairs[:, 0], kind="stable")]
@@ -239,7 +238,7 @@ def box_spans(box: Box, of_source: bool, size: int = 1) -> np.ndarray:
         else:
             outer.append((many, step))
     if 0 in (d[0] for d in box.dims):
-        return NOTHING
+        return EMPTY_SPANS
     starts = starts_of(first, outer)
     return np.stack((starts, starts + width), 1)
 
@@ -252,7 +251,7 @@ def starts_of(first: int, dims: Iterable[tuple[int, int]]) -> np.ndarray:
     return starts
 
 
-def own_box(shape: Sequence[int], strides: Sequence[int] | None) -> Box:
+def full_box(shape: Sequence[int], strides: Sequence[int] | None) -> Box:
     """All elements of a tensor, in its own order."""
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))] if strides is None else strides
     return box_of(shape, strides, strides, 0, 0)
@@ -275,7 +274,7 @@ def unused(
     takes: dict[int, set[Box | Pairs]] = {}
     for found in maps:
         for move in found.moves:
-            takes.setdefault(owners[move.tensor], set()).add(move.box.taken())
+            takes.setdefault(owners[move.tensor], set()).add(move.box.source_only())
         for left in found.not_copied:
             takes.setdefault(owners[left.tensor], set()).add(left.takes)
     skipped = {number for found in maps for number, _ in found.skipped}
@@ -284,7 +283,7 @@ def unused(
     for number, entry in enumerate(entries.values()):
         kind = entry.shape, entry.strides, frozenset(takes.get(owners[number], ()))
         if kind not in known:
-            whole = spans_of([box_spans(own_box(entry.shape, entry.strides), True)])
+            whole = spans_of([box_spans(full_box(entry.shape, entry.strides), True)])
             parts = [box_spans(t, True) if isinstance(t, Box) else np.array(t) for t in kind[2]]
             known[kind] = length(without(whole, spans_of(parts))), length(whole)
         lacking, total = known[kind]
@@ -329,9 +328,9 @@ def owners_of(buckets: Sequence[Sequence[Entry]]) -> dict[int, int]:
     for entry in (entry for entries in buckets for entry in entries):
         layouts[entry.name] = entry.dtype, entry.shape, entry.strides
     owners: dict[str, str] = {}
-    for hull in (hull for entries in buckets for hull in hulls_of(entries)):
-        owner, names = hull.names[0], hull.names
-        alike = hull.equal and len({layouts[name] for name in names}) == 1
+    for extent in (extent for entries in buckets for extent in extents_of(entries)):
+        owner, names = extent.names[0], extent.names
+        alike = extent.equal and len({layouts[name] for name in names}) == 1
         if not alike or any(owners.setdefault(name, owner) != owner for name in names):
             raise ValueError(f"{', '.join(names)}: tensors that share bytes have to share all of them, in one layout")
     return {number: numbers[owners.get(name, name)] for name, number in numbers.items()}
@@ -376,7 +375,7 @@ def held_parts(found: LoadMap, dtypes: Sequence[str]) -> list[Move]:
     return [move for move in found.moves if move.tensor not in left_out]
 
 
-def weigh(numels: Sequence[int], everyone: Sequence[Sequence[HashedPart]]) -> tuple[list[int], list[list[int]]]:
+def hash_factors(numels: Sequence[int], everyone: Sequence[Sequence[HashedPart]]) -> tuple[list[int], list[list[int]]]:
     """Weighs every part so that one sum over all ranks compares all copies of all elements of a tensor. ``numels`` are
     the elements of each tensor, and ``everyone`` are the parts of each rank.
 
@@ -391,7 +390,7 @@ def weigh(numels: Sequence[int], everyone: Sequence[Sequence[HashedPart]]) -> tu
     times, factors = [0] * len(numels), [[0] * len(parts) for parts in everyone]
     known: dict[object, tuple[int, tuple[int, ...]]] = {}
     for number, places in of_tensor.items():
-        boxes = tuple(None if (box := everyone[r][p][1]) is None else box.taken() for r, p in places)
+        boxes = tuple(None if (box := everyone[r][p][1]) is None else box.source_only() for r, p in places)
         kind = numels[number], boxes
         if kind not in known:
             known[kind] = balance(numels[number], boxes)
@@ -404,11 +403,11 @@ def weigh(numels: Sequence[int], everyone: Sequence[Sequence[HashedPart]]) -> tu
 
 
 def balance(numel: int, boxes: Sequence[Box | None]) -> tuple[int, tuple[int, ...]]:
-    """``weigh`` for the parts of one tensor on all ranks; -1 and zeros where no part has some element, or the elements
-    of one part are held unequally often."""
+    """``hash_factors`` for the parts of one tensor on all ranks; -1 and zeros where no part has some element, or the
+    elements of one part are held unequally often."""
     nothing = -1, (0,) * len(boxes)
     spans = [np.array([[0, numel]]) if box is None else box_spans(box, True) for box in boxes]
-    edges = np.unique(np.concatenate([NOTHING, *spans]))
+    edges = np.unique(np.concatenate([EMPTY_SPANS, *spans]))
     if len(edges) < 2 or edges[0] != 0 or edges[-1] != numel:
         return nothing
     held = _times_within(np.concatenate(spans), edges)

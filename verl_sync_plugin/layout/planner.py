@@ -101,7 +101,7 @@ def _seal(bases: tuple[Base, ...], slices: list[Slice], stride: int, world: int,
                 pieces = held  # all of the base
             else:
                 here = here or Partition(held)
-                runs = [run.times(size) for run in view.runs]
+                runs = [run.in_bytes(size) for run in view.runs]
                 pieces = [piece for run in runs for _, piece in here.meet(run)]
             if pieces:
                 found.setdefault(view.name, (base, view, []))[2].extend(pieces)

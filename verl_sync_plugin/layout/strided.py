@@ -30,7 +30,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True, order=True):
     source_stride: int = 0
     target_stride: int = 0
 
-    def times(self, size: int) -> Run:
+    def in_bytes(self, size: int) -> Run:
         """A run of elements of ``size`` bytes as one of bytes."""
         strides = (self.source_stride * size, self.target_stride * size)
         return Run(self.source * size, self.target * size, self.width * size, self.count, *strides)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 ALIGNMENT = 16  # bytes; lets any dtype be viewed in place and 16-byte loads be used
 # In names, by FSDP1, activation checkpointing and ``torch.compile``
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-SCALE = "_scale_inv"  # after the name of a weight in fp8: its scales, as checkpoints name them
-NOTHING = Run(0, 0, 0)  # the share of a tensor of which a base holds no element
+SCALE_SUFFIX = "_scale_inv"  # after the name of a weight in fp8: its scales, as checkpoints name them
+EMPTY_SHARE = Run(0, 0, 0)  # the share of a tensor of which a base holds no element
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class View:
         start: its first element in the flat base; 0 with shares.
         span: base elements from its first to its last, inclusive; with shares the whole tensor's elements.
         strides: in elements, ``None`` when it is contiguous.
-        shares: which elements of the base are which of the tensor; ``NOTHING`` where it holds none.
+        shares: which elements of the base are which of the tensor; ``EMPTY_SHARE`` where it holds none.
     """
 
     name: str
@@ -206,7 +206,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Hull:
+class Extent:
     """Consecutive bytes ``[first, end)`` of a bucket that lie in one segment. ``names`` are the tensors that hold them,
     in the bucket's order; several where weights are tied, and then the first one's hash counts them. ``equal``: each
     holds all of these bytes."""
@@ -223,7 +223,7 @@ def numbers_of(buckets: Iterable[Sequence[Entry]]) -> dict[str, int]:
     return {name: number for number, name in enumerate(names)}
 
 
-def hulls_of(entries: Sequence[Entry], low: int = 0, high: float = math.inf) -> list[Hull]:
+def extents_of(entries: Sequence[Entry], low: int = 0, high: float = math.inf) -> list[Extent]:
     """The bytes of a bucket that belong to any tensor, disjoint and in ascending order; only those of the segment
     ``[low, high)``, if given."""
     spans = sorted(
@@ -239,12 +239,12 @@ def hulls_of(entries: Sequence[Entry], low: int = 0, high: float = math.inf) -> 
             overlapping.append([])
         overlapping[-1].append(span)
         reached = max(reached, span[1])
-    hulls = []
+    extents = []
     for group in overlapping:
         names = dict.fromkeys(entries[place].name for place in sorted({place for *_, place in group}))
         equal = len({(first, end) for first, end, _ in group}) == 1
-        hulls.append(Hull(group[0][0], max(end for _, end, _ in group), tuple(names), equal))
-    return hulls
+        extents.append(Extent(group[0][0], max(end for _, end, _ in group), tuple(names), equal))
+    return extents
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -21,8 +21,8 @@ import torch
 from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.log import say
 from verl_sync_plugin.report import SyncReport, write_report
+from verl_sync_plugin.sync.delivery import DeliveryRefusedError
 from verl_sync_plugin.sync.sender import BucketSender
-from verl_sync_plugin.sync.ways import WayRefusedError
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.channel import Channel, Listener
 from verl_sync_plugin.transport.protocol import LoadRequest
@@ -176,12 +176,11 @@ class EngineConnection:
                 addresses = tuple(self._address(rank, self._number) for rank in self._endpoint.ranks)
                 # Each group counts from 1, and an engine rank may still be in one before
                 sync_id = f"{self._number} (step {self._version}) of group {self._agreement.name}"
-                request = LoadRequest(sync_id, addresses, self._seconds)
-                self.pending = self._endpoint.start_load(request, self._version)
+                self.pending = self._endpoint.start_load(LoadRequest(sync_id, addresses, self._seconds), self._version)
 
     async def connect(self, handshake: Callable[[], str], news: Callable[[], bool]) -> bool:
         """Waits for the engine rank in rounds, so that one rank's failure ends the wait of all, and greets it on the
-        channel that the sender has adopted; collective. ``handshake`` returns why the engine rank refuses the way.
+        channel that the sender has adopted; collective. ``handshake`` returns why the engine rank refuses.
         Returns True if any rank has ``news`` then. Raises SyncError where any rank's engine rank did not come, or
         failed, and WayRefusedError where one cannot map the memory that it is to read; nothing was loaded then."""
         seconds, name = self._seconds, self._endpoint.name
@@ -205,8 +204,8 @@ class EngineConnection:
             waiting, refused, heard = self._agreement.vote("connecting to the engine", votes).tolist()
             again = True
         if refused:
-            texts = self._agreement.gather("asking why the way is refused", refusal)
-            raise WayRefusedError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
+            texts = self._agreement.gather("asking why the delivery is refused", refusal)
+            raise DeliveryRefusedError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text))
         with self._agreement.attempt():
             if self._endpoint.leader:
                 self._endpoint.flush_after_load()

@@ -15,7 +15,7 @@ import torch
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.trainers.base import ServedAdapter, dtype_name
-from verl_sync_plugin.trainers.lora import reached
+from verl_sync_plugin.trainers.lora import await_device
 from verl_sync_plugin.transport.agreement import Agreement
 
 TARGETS = "actor_rollout_ref.model.lora.target_modules"
@@ -35,7 +35,7 @@ def gathered(
     if not found:
         raise ValueError(f"{TARGETS}: the trainer's adapter has no parameters. Name modules that the model has.")
     for device in {factor.device for factor in found.values()}:
-        reached(device, timeout_seconds)  # what follows waits for it without a bound
+        await_device(device, timeout_seconds)  # what follows waits for it without a bound
     sent = {name: factor.to(dtype) for name, factor in found.items()}
     _refuse_broken(sent, found)
     return sent

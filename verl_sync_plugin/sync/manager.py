@@ -23,10 +23,10 @@ from verl_sync_plugin.layout.tensors import Plan, Shard
 from verl_sync_plugin.log import say
 from verl_sync_plugin.report import SyncReport, progress
 from verl_sync_plugin.room import measured, no_collection, note_device_memory
+from verl_sync_plugin.sync.delivery import Deliveries, Delivery, DeliveryRefusedError, Sync, ranks_of
 from verl_sync_plugin.sync.endpoint import EngineConnection, RolloutEndpoint
 from verl_sync_plugin.sync.lora import Factors, deliver, gathered
 from verl_sync_plugin.sync.sender import BucketSender, slot_limit
-from verl_sync_plugin.sync.ways import Sync, Way, WayRefusedError, Ways, ranks_of
 from verl_sync_plugin.trainers.base import ParameterSource, ServedAdapter, TrainerBackend
 from verl_sync_plugin.trainers.fp8 import QuantizingSource
 from verl_sync_plugin.transport.agreement import Agreement
@@ -89,7 +89,7 @@ class ShardingManager(BaseShardingManager):
         self._own, self._separate = own or self.agreement, own is not None
         self.sender = BucketSender(device, config.timeout_seconds)
         self.connection = EngineConnection(self.agreement, endpoint, self.sender, config.timeout_seconds)
-        self.ways = Ways(config, self.agreement, self.sender, own)
+        self.deliveries = Deliveries(config, self.agreement, self.sender, own)
         self.comparison = Comparison(config, self.agreement, endpoint.ranks, endpoint.real_weights)
         self.cadence = Cadence(config.verify)
         self.report = SyncReport()
@@ -174,8 +174,8 @@ class ShardingManager(BaseShardingManager):
                     await self._sync(wake_tags, global_steps)
                     break
                 # Both are known before anything is loaded; the sync runs once more
-                except WayRefusedError as error:
-                    self.ways.fall_back(error)
+                except DeliveryRefusedError as error:
+                    self.deliveries.fall_back(error)
                 except OtherDtypesError:
                     if self.trainer is not None:
                         self.source = None  # opened again, it says other dtypes
@@ -194,15 +194,15 @@ class ShardingManager(BaseShardingManager):
                 if early:
                     self.connection.ask()
                 with stage("plan"):
-                    sync, way = self.plan()
-                    self.report.delivery = way.name
-            await self.wake(wake_tags, meanwhile=partial(way.fill, sync))
+                    sync, delivery = self.plan()
+                    self.report.delivery = delivery.name
+            await self.wake(wake_tags, meanwhile=partial(delivery.fill, sync))
             self.report.staging_bytes = self.sender.staging_bytes
             with stage("update_weights"):
                 if not early:
                     self.connection.ask()
                 with stage("connect"):
-                    greet = partial(self._greet, way, sync)
+                    greet = partial(self._greet, delivery, sync)
                     news = await self.connection.connect(greet, lambda: not self.comparison.knows(sync.plan))
                     self._news |= news
                     if wake_tags:
@@ -210,9 +210,9 @@ class ShardingManager(BaseShardingManager):
                             note_device_memory(self.report, self._device, "weights")
                     if news:
                         self._learn(sync.plan)
-                way.run(sync)  # the transfer
+                delivery.run(sync)  # the transfer
                 with stage("commit"):
-                    await self._commit(sync, way)
+                    await self._commit(sync, delivery)
                 self.cadence.note(sync.plan.digest, restarts=self._news and not sync.verified)
                 self._news = False
         finally:  # hangs up, and drops every reference to the trainer's parameters
@@ -220,9 +220,9 @@ class ShardingManager(BaseShardingManager):
             if self.source is not None:
                 self.source.release()
 
-    def plan(self) -> tuple[Sync, Way]:
-        """Collective: the sync and its way, in one round as long as nothing has changed. The trainer's ranks plan, and
-        hand others what is new."""
+    def plan(self) -> tuple[Sync, Delivery]:
+        """Collective: the sync and its delivery, in one round as long as nothing has changed. The trainer's ranks plan,
+        and hand others what is new."""
         shards: list[Shard] = []
         # Where they are separate, an error of all trainer ranks is news for the rollout ranks
         with self.agreement.attempt() if self._separate else nullcontext():
@@ -238,11 +238,11 @@ class ShardingManager(BaseShardingManager):
             sync, (_, *votes) = self._vote(shards, agreed)
             self.agreed = agreed
         assert sync is not None, "no rank has failed"
-        return sync, self.ways.take(sync, votes)
+        return sync, self.deliveries.take(sync, votes)
 
     def _open(self) -> list[Shard]:
         """Collective over the trainer's ranks: opens the trainer; returns its shards where they had to be read."""
-        own, reach = self._own, self.ways.reach
+        own, reach = self._own, self.deliveries.reach
         unsure = self.source is None or self.agreed is None  # the same on all; else all have opened it
         if unsure and own.any("asking who has not opened the trainer", lambda: self.source is None):
             self.source = own.step("opening the trainer", self.open_source)
@@ -256,7 +256,7 @@ class ShardingManager(BaseShardingManager):
 
     def make_plan(self, shards: list[Shard]) -> None:
         """Plans all shards of this rank; keeps the plan as long as the trainer's layout stays. Not collective."""
-        bases, sharded = tuple(shard.base for shard in shards), bool(self.ways.reach.sharded)
+        bases, sharded = tuple(shard.base for shard in shards), bool(self.deliveries.reach.sharded)
         if self.planned is None or self.planned.bases != bases or self.planned.sharded != sharded:
             self.planned = plan_buckets(bases, slot_limit(self._bucket_bytes), sharded)
 
@@ -275,7 +275,7 @@ class ShardingManager(BaseShardingManager):
                 report.nbytes, report.buckets, report.tensors = plan.nbytes, len(plan.buckets), len(plan.names)
                 senders = self._senders or ranks_of(source.group, self.agreement.ranks.rank)
                 sync = Sync(plan, source, shards, report, senders, self.cadence.due(plan.digest), self.keeps_staging)
-                votes = [0, *self.ways.votes(sync)]
+                votes = [0, *self.deliveries.votes(sync)]
         return sync, self.agreement.vote("planning the sync", votes).tolist()
 
     async def wake(self, tags: list[str], meanwhile: Callable[[], None]) -> None:
@@ -308,9 +308,9 @@ class ShardingManager(BaseShardingManager):
         # What overlaps with the wake counts as update_weights already
         report.stages["resume_weights"] -= report.stages.get("update_weights", 0.0) - before
 
-    def _greet(self, way: Way, sync: Sync) -> str:
-        """Opens the sync with this rank's engine rank; returns why that refuses the way."""
-        answer = way.handshake(sync, self.comparison.map.digest if self.comparison.map is not None else "")
+    def _greet(self, delivery: Delivery, sync: Sync) -> str:
+        """Opens the sync with this rank's engine rank; returns why that refuses the delivery."""
+        answer = delivery.handshake(sync, self.comparison.map.digest if self.comparison.map is not None else "")
         if answer.map is not None:
             self.comparison.note(answer.map)
         return answer.refusal
@@ -331,14 +331,14 @@ class ShardingManager(BaseShardingManager):
             text = f"the engine keeps {next(iter(blocks))} in fp8, and this trainer does not quantize"
             raise SyncError(f"weight sync failed: {text}. Remove actor_rollout_ref.rollout.quantization=fp8.")
 
-    async def _commit(self, sync: Sync, way: Way) -> None:
+    async def _commit(self, sync: Sync, delivery: Delivery) -> None:
         """Collective: has the engine ranks finish, compares hashes and waits for the engine's answer. Raises SyncError,
         the same on every rank, where any rank failed, or bytes changed on the way."""
         agreement, comparison, report = self.agreement, self.comparison, sync.report
         weighed = torch.empty(0)
         with agreement.attempt():
             if not agreement.failed:
-                way.check_finite()
+                delivery.check_finite()
                 weighed = comparison.weighed(self.sender.sums(sync.plan), self._commit_engine_rank(sync), sync.verified)
         # Before waiting for the engine's answer: it gives none while one of its ranks waits for us to hang up
         try:
@@ -362,7 +362,7 @@ class ShardingManager(BaseShardingManager):
         """Has the engine rank commit; ``None`` where this rank has none."""
         report = sync.report
         committed = self.sender.commit(not sync.keeps_staging) if self.endpoint.ranks else None
-        self.ways.in_place.note(committed, sync.plan)
+        self.deliveries.in_place.note(committed, sync.plan)
         if committed is not None:
             report.replayed_tensors, report.activation_bytes = committed.replayed_tensors, committed.activation_bytes
             if committed.held is not None:

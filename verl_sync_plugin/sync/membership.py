@@ -23,7 +23,7 @@ import torch.distributed as dist
 from verl_sync_plugin.errors import RankLostError, SyncError
 from verl_sync_plugin.transport.agreement import ALONE, Ranks
 from verl_sync_plugin.transport.joint import JointRanks
-from verl_sync_plugin.transport.protocol import together_seconds
+from verl_sync_plugin.transport.protocol import agreement_seconds
 
 CUMEM = "NCCL_CUMEM_ENABLE"
 
@@ -100,7 +100,7 @@ class Membership:
     Args:
         device: where it computes.
         trainer: it is a trainer rank; the ``first`` one keeps the store.
-        timeout_seconds: how long a rank waits for what is its own; for each other as ``together_seconds`` says.
+        timeout_seconds: how long a rank waits for what is its own; for each other as ``agreement_seconds`` says.
 
     Attributes:
         ranks: all members, while there is a group.
@@ -141,7 +141,7 @@ class Membership:
         if self._store is None:
             assert members[0].store is not None, "trainer rank 0 keeps the store"
             host, port = members[0].store
-            bound = timedelta(seconds=together_seconds(self._seconds))
+            bound = timedelta(seconds=agreement_seconds(self._seconds))
             self._store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=bound)
         trainers = sum(member.trainer for member in members)
         try:

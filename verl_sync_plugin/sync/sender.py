@@ -12,11 +12,11 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from verl_sync_plugin.config.settings import KEY_PREFIX
-from verl_sync_plugin.copies.packing import Found, Packer
+from verl_sync_plugin.copies.packing import Packer, RunPlaces
 from verl_sync_plugin.layout.tensors import Bucket, Plan, Shard, numbers_of
-from verl_sync_plugin.transport.agreement import take_part, until
+from verl_sync_plugin.transport.agreement import await_collective, poll_until
 from verl_sync_plugin.transport.channel import Channel
-from verl_sync_plugin.transport.memory import Live, Slots, Staging
+from verl_sync_plugin.transport.memory import Location, Slots, Staging
 from verl_sync_plugin.transport.protocol import Commit, Committed, Failed, Hello, Load, Loaded, Manifest, Ready
 
 STAGING_BUCKETS = 2  # what all slots may take, in buckets of the size that the user sets
@@ -32,13 +32,13 @@ def slot_limit(bucket_bytes: int) -> int:
     return bucket_bytes * STAGING_BUCKETS // SLOTS
 
 
-def arrived(works: Sequence[dist.Work], timeout_seconds: float, device: torch.device) -> bool:
+def broadcasts_done(works: Sequence[dist.Work], timeout_seconds: float, device: torch.device) -> bool:
     """True if transfers of memory of a device are done. On a CPU they are when it returns, for gloo's end only while
     somebody waits for them. Raises RuntimeError where a peer did not take part."""
     if device.type == "cuda" and not all(work.is_completed() for work in works):
         return False
     for work in works:  # on a GPU it does not wait, but lets go of the memory
-        take_part(work, device, timeout_seconds)
+        await_collective(work, device, timeout_seconds)
     return True
 
 
@@ -79,7 +79,7 @@ class BucketSender:
             packer = self._packer = Packer(self.device, plan, rank)
         packer.begin()
 
-    def hash_parameters(self, shards: list[Shard], found: Found) -> None:
+    def hash_parameters(self, shards: list[Shard], found: RunPlaces) -> None:
         """Waits for what the trainer still has to do on the device, then starts to hash and check all parameters where
         they lie. Raises TimeoutError where the device is busy for longer than the bound."""
         assert self._packer is not None, "begin() comes first"
@@ -116,11 +116,11 @@ class BucketSender:
         works: list[dist.Work] = []
         for place in range(bucket.world):
             if place >= BROADCASTS:
-                self._await(partial(arrived, [works[place - BROADCASTS]], self._timeout, self.device))
+                self._await(partial(broadcasts_done, [works[place - BROADCASTS]], self._timeout, self.device))
             work = start(memory.narrow(0, place * bucket.stride, bucket.stride), senders[place])
             assert work is not None, "this rank takes part"
             works.append(work)
-        self._under_way[slot] = partial(arrived, works, self._timeout, self.device)
+        self._under_way[slot] = partial(broadcasts_done, works, self._timeout, self.device)
 
     def _mark(self, slot: int) -> None:
         if self.device.type == "cuda":
@@ -136,7 +136,7 @@ class BucketSender:
     def _await(self, done: Callable[[], bool]) -> None:
         late = f"the copies of a bucket did not complete within {KEY_PREFIX}.timeout_seconds={self._timeout:g}; "
         late += "look for a rank that died or hangs, and set the key higher if the link is only slow"
-        until(done, self._timeout, late)
+        poll_until(done, self._timeout, late)
 
     def unstage(self) -> None:
         """Gives the staging memory back to torch; the driver keeps what an engine rank has still mapped."""
@@ -161,15 +161,18 @@ class BucketSender:
         self.hang_up()
         self._channel = channel
 
-    def handshake(self, hello: Hello, plan: Plan, lives: tuple[Live, ...] = ()) -> Ready:
+    def handshake(self, hello: Hello, plan: Plan, locations: tuple[Location, ...] = ()) -> Ready:
         """Opens a sync on the adopted channel with the first word, of which the engine rank may lack ``plan`` or
-        ``lives``. Returns its answer; with ``refusal`` the sync is over. Raises ChannelClosedError or
+        ``locations``. Returns its answer; with ``refusal`` the sync is over. Raises ChannelClosedError or
         ChannelTimeoutError where it is gone or silent, RuntimeError where it failed."""
         channel = self._open_channel()
         channel.send(hello)
         ready = self._expect(Ready)
         if ready.needs_details:
-            channel.send(replace(hello, lives=lives) if hello.live else replace(hello, manifest=Manifest.of(plan)))
+            found = hello.location_keys
+            channel.send(
+                replace(hello, locations=locations if found else (), manifest=None if found else Manifest.of(plan))
+            )
             ready = self._expect(Ready)
         return ready
 

@@ -16,10 +16,10 @@ import torch
 
 from verl_sync_plugin.config.settings import SyncConfig
 from verl_sync_plugin.layout.tensors import Plan, Shard
+from verl_sync_plugin.sync.delivery import ranks_of
 from verl_sync_plugin.sync.endpoint import RolloutEndpoint
 from verl_sync_plugin.sync.lora import Factors
 from verl_sync_plugin.sync.manager import ShardingManager
-from verl_sync_plugin.sync.ways import ranks_of
 from verl_sync_plugin.trainers.base import ParameterSource, TrainerBackend
 from verl_sync_plugin.transport.agreement import ALONE, Agreement, Ranks
 from verl_sync_plugin.transport.joint import JointRanks
@@ -47,7 +47,7 @@ class SeparateManager(ShardingManager):
     ) -> None:
         self._own, everyone = (Agreement(config.timeout_seconds, ranks=each) for each in (own, ranks))
         super().__init__(engine, endpoint, config, *args, agreement=everyone, own=self._own)
-        self.ways.reach.decide(everyone, tuple(range(ranks.size)), "trainer and rollout ranks")
+        self.deliveries.reach.decide(everyone, tuple(range(ranks.size)), "trainer and rollout ranks")
         self._serves: bool | None = None  # what the trainer says of its adapter, once there is a group
 
     def _agree(self) -> Plan | None:
@@ -55,14 +55,14 @@ class SeparateManager(ShardingManager):
         with self.agreement.attempt():
             super()._agree()
         named = self.planned, ranks_of(self.source.group if self.source else None, 0)
-        handed, self._senders = self.agreement.share("handing out the plan", named)
+        handed, self._senders = self.agreement.broadcast_object("handing out the plan", named)
         if self.trainer is None:
             self.planned = handed
         return self.planned
 
     def serves_adapter(self) -> bool:
         if self._serves is None:
-            self._serves = self.agreement.share("telling who serves an adapter", super().serves_adapter())
+            self._serves = self.agreement.broadcast_object("telling who serves an adapter", super().serves_adapter())
         return self._serves
 
     def lacks_base(self) -> bool:
@@ -83,7 +83,7 @@ class SeparateManager(ShardingManager):
                     self.report.tensors += len(factors)
                     found = dict(settings), packed
         self.agreement.settle("gathering the adapter")
-        adapter = self.agreement.share("handing out the adapter", found)
+        adapter = self.agreement.broadcast_object("handing out the adapter", found)
         assert adapter is not None, "gathered by the trainer's ranks"
         return adapter[0], partial(safetensors.torch.load, adapter[1])
 

@@ -24,14 +24,14 @@ from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.copies.packing import chunks_of
 from verl_sync_plugin.copies.table import QuantizeTable, Rectangle, kernel_works, scales_of
 from verl_sync_plugin.layout.strided import Run, compose, in_rows
-from verl_sync_plugin.layout.tensors import SCALE, Base, Shard, Slice, View
+from verl_sync_plugin.layout.tensors import SCALE_SUFFIX, Base, Shard, Slice, View
 from verl_sync_plugin.trainers.base import ParameterSource, WirePolicy, dtype_name
-from verl_sync_plugin.trainers.lora import Merge, reached
-from verl_sync_plugin.transport.agreement import Agreement, take_part
+from verl_sync_plugin.trainers.lora import Merge, await_device
+from verl_sync_plugin.transport.agreement import Agreement, await_collective
 
 FP8 = torch.float8_e4m3fn
-MOST = torch.finfo(FP8).max
-LEAST = 1e-10  # of a block's largest magnitude
+FP8_MAX = torch.finfo(FP8).max
+MIN_AMAX = 1e-10  # of a block's largest magnitude
 REMEDY = f"Remove actor_rollout_ref.rollout.quantization=fp8, or {TURN_OFF}."
 
 
@@ -180,7 +180,7 @@ class QuantizingSource(ParameterSource):
                     name, (rows, columns) = tied[0].name, tied[0].shape
                     weight = _Weight(name, (rows, columns), tied[0].runs, self._blocks[name], end)
                     numel = math.prod(weight.scales)
-                    scales += (View(view.name + SCALE, weight.scales, end - unit.first, numel) for view in tied)
+                    scales += (View(view.name + SCALE_SUFFIX, weight.scales, end - unit.first, numel) for view in tied)
                     weights.append(weight)
                     end += numel
                 in_fp8 = replace(base, dtype=dtype_name(FP8), itemsize=FP8.itemsize)
@@ -244,12 +244,12 @@ class QuantizingSource(ParameterSource):
         if self.group is not None:
             yield
             work = dist.all_reduce(largest, dist.ReduceOp.MAX, self.group, async_op=True)
-            take_part(work, self._device, self._timeout)
-            reached(self._device, self._timeout)  # what follows may wait for it without a bound
+            await_collective(work, self._device, self._timeout)
+            await_device(self._device, self._timeout)  # what follows may wait for it without a bound
         if self._kernel:
-            self._scales[span], self._inverse[span] = scales_of(largest, LEAST, MOST)
+            self._scales[span], self._inverse[span] = scales_of(largest, MIN_AMAX, FP8_MAX)
         else:  # by a tensor: a number would be inverted
-            self._scales[span] = largest.clamp(min=LEAST) / largest.new_tensor([MOST])
+            self._scales[span] = largest.clamp(min=MIN_AMAX) / largest.new_tensor([FP8_MAX])
             self._inverse[span] = 1.0 / self._scales[span]
         self._done |= {unit.first for unit in units}  # last: what a failure leaves is no preparation
 
@@ -275,7 +275,7 @@ class QuantizingSource(ParameterSource):
         result = torch.empty(values.shape, dtype=FP8, device=values.device)
         for each in self._cut(piece, begin, values.numel()):
             inverse = each.of(self._inverse)[:, None, :, None]
-            made = (each.in_blocks(values).float() * inverse).clamp_(-MOST, MOST).to(FP8).flatten(2).flatten(0, 1)
+            made = (each.in_blocks(values).float() * inverse).clamp_(-FP8_MAX, FP8_MAX).to(FP8).flatten(2).flatten(0, 1)
             made = made[each.row % each.weight.block[0] :, each.column % each.weight.block[1] :]
             result.as_strided(each.size, (each.stride, 1), each.first).copy_(made[: each.size[0], : each.size[1]])
         return result

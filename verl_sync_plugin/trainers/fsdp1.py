@@ -18,7 +18,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._runtime_utils import _lazy_init
 
-from verl_sync_plugin.layout.load_map import own_box
+from verl_sync_plugin.layout.load_map import full_box
 from verl_sync_plugin.layout.tensors import Base, ParameterName, Shard, clean_name
 from verl_sync_plugin.trainers.fsdp2 import StateDictSource
 from verl_sync_plugin.trainers.naming import Naming
@@ -94,7 +94,7 @@ def _strides(name: str, shape: tuple[int, ...], held: tuple[int, ...]) -> tuple[
     its elements do not fill its memory, of which FSDP1 keeps as many elements as the parameter has."""
     if torch.empty_strided(shape, held, device="meta").is_contiguous():
         return None
-    if own_box(shape, held).dims != ((prod(shape), 1, 1),):
+    if full_box(shape, held).dims != ((prod(shape), 1, 1),):
         raise ValueError(
             f"parameter {name!r} has strides {held} for shape {shape}: there are gaps or repetitions between its "
             "elements, and FSDP1 keeps others in their place. Give the model a parameter that is contiguous()."

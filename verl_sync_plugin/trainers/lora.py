@@ -21,7 +21,7 @@ from verl_sync_plugin.lora.merge import Scratch, Target, steps_of, targets_of
 from verl_sync_plugin.lora.peft import Adapters, Weight, is_adapter, refuse_incomplete
 from verl_sync_plugin.lora.settings import TIED
 from verl_sync_plugin.trainers.base import ParameterSource
-from verl_sync_plugin.transport.agreement import take_part, until
+from verl_sync_plugin.transport.agreement import await_collective, poll_until
 
 # Bytes of whole fp32 factors that are gathered at a time, if one bucket does not need more: every round costs all ranks
 # an exchange over gloo and a collective
@@ -30,13 +30,13 @@ TRAINED = "changes in training, but is no part of the adapter, so the engine wou
 Merge = Callable[[torch.Tensor, int], torch.Tensor]  # see ``Shard.merge``
 
 
-def reached(device: torch.device, seconds: float) -> None:
+def await_device(device: torch.device, seconds: float) -> None:
     """Waits until a device has done all that it was given; a dead rank leaves NCCL hanging. Raises TimeoutError."""
     if device.type != "cuda":
         return
     event = torch.cuda.Event()
     event.record()
-    until(event.query, seconds, f"the device did not finish what ranks exchange within {seconds:g} s")
+    poll_until(event.query, seconds, f"the device did not finish what ranks exchange within {seconds:g} s")
 
 
 def refuse_unserved(found: Iterable[tuple[str, str]]) -> None:
@@ -80,7 +80,7 @@ class FactorStore:
         for _, mine, parts in batches:
             if len(parts) > 1:
                 work = dist.all_gather_into_tensor(parts.view(-1), mine, group=group, async_op=True)
-                take_part(work, self._device, self._timeout)
+                await_collective(work, self._device, self._timeout)
         found: dict[str, torch.Tensor] = {}
         for bases, _, parts in batches:
             sizes = [_block(base) for base in bases.values()]

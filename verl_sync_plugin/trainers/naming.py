@@ -34,8 +34,7 @@ def unsaved_of(model: Any) -> frozenset[str]:
 def tied_head(config: Mapping[str, Any]) -> frozenset[str]:
     """The head's name where a model's config ties it to the embedding, and a checkpoint has it once."""
     key = "tie_word_embeddings"
-    tied = config.get(key, (config.get("text_config") or {}).get(key))
-    return frozenset(("lm_head.weight",) if tied else ())
+    return frozenset(("lm_head.weight",) if config.get(key, (config.get("text_config") or {}).get(key)) else ())
 
 
 @dataclass(frozen=True)

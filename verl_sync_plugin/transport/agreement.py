@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from verl_sync_plugin.errors import RankLostError, SyncError
-from verl_sync_plugin.transport.protocol import together_seconds
+from verl_sync_plugin.transport.protocol import agreement_seconds
 
 SPIN_SECONDS = 0.005
 T = TypeVar("T")
 
 
-def until(done: Callable[[], bool], seconds: float, late: str) -> None:
+def poll_until(done: Callable[[], bool], seconds: float, late: str) -> None:
     """Waits for the device without holding it up, like ``synchronize`` but with a bound: a rank that died leaves NCCL
     hanging. Raises TimeoutError, which says ``late``."""
     started = time.monotonic()
@@ -36,7 +36,7 @@ def until(done: Callable[[], bool], seconds: float, late: str) -> None:
             time.sleep(2e-5)
 
 
-def take_part(work: dist.Work, device: torch.device, seconds: float) -> None:
+def await_collective(work: dist.Work, device: torch.device, seconds: float) -> None:
     """Waits for a collective that was started with ``async_op=True``; raises RuntimeError where another rank did not
     take part in time. On a GPU this only orders streams; who waits for the result there has a bound."""
     if device.type == "cuda":
@@ -80,7 +80,7 @@ class Ranks:
             raise RuntimeError("this rank has left the group")
         return self._kept
 
-    def add_up(self, values: torch.Tensor) -> None:
+    def all_reduce(self, values: torch.Tensor) -> None:
         """Adds up int tensors of one shape, on the CPU, in place."""
         if self.size > 1:
             self._words().allreduce([values]).wait(self._bound)
@@ -98,7 +98,7 @@ class Ranks:
         self._words().allgather([everywhere], [padded]).wait(self._bound)
         return [_unpacked(each[: int(size.item())]) for each, size in zip(everywhere, sizes, strict=True)]
 
-    def share(self, value: T) -> T:
+    def broadcast_object(self, value: T) -> T:
         """Rank 0's value (picklable), on all ranks."""
         if self.size == 1:
             return value
@@ -142,14 +142,14 @@ class Agreement:
 
     def __init__(self, timeout_seconds: float, ranks: Ranks | None = None) -> None:
         """Collective. ``timeout_seconds`` bounds one local wait between two points; ``ranks`` take part (all processes
-        of the trainer when not given), and wait for each other as ``together_seconds`` says."""
-        self._timeout_seconds = together_seconds(timeout_seconds)
+        of the trainer when not given), and wait for each other as ``agreement_seconds`` says."""
+        self._timeout_seconds = agreement_seconds(timeout_seconds)
         self._lost = ""
         self.ranks = ranks or trainer_world(self._timeout_seconds)
         self._error: Exception | None = None
         self._cancelled: asyncio.CancelledError | None = None
         self._names = itertools.count(1)
-        self.name = self.share("making the agreement", secrets.token_hex(8))
+        self.name = self.broadcast_object("making the agreement", secrets.token_hex(8))
 
     def new_name(self) -> str:
         """A name that nothing else has; the same on all ranks, which call this alike."""
@@ -239,7 +239,7 @@ class Agreement:
             raise RankLostError(self._lost)
         status = torch.cat([torch.tensor([int(mine is not None)]), values])
         with self._peers(what, mine):
-            self.ranks.add_up(status)
+            self.ranks.all_reduce(status)
         if status[0].item():
             raise SyncError(self._tell_all(what, mine)) from mine
         return status[1:]
@@ -269,10 +269,10 @@ class Agreement:
         with self._peers(what, None):
             return self.ranks.gather(value)
 
-    def share(self, what: str, value: T) -> T:
+    def broadcast_object(self, what: str, value: T) -> T:
         """Rank 0's value (picklable), on all ranks."""
         with self._peers(what, None):
-            return self.ranks.share(value)
+            return self.ranks.broadcast_object(value)
 
     def same_on_all(self, what: str, value: str) -> None:
         """Raises SyncError on every rank when ``value`` differs between ranks, naming who holds what."""

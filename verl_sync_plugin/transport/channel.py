@@ -65,7 +65,7 @@ class Channel:
         except OSError as error:
             raise _gone(error) from error
 
-    def has_word(self) -> bool:
+    def has_message(self) -> bool:
         """True if a message has begun, or ``receive`` would raise at once."""
         return self._connection.closed or self._connection.poll(0)
 

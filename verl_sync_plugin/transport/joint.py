@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import KEY_PREFIX
 from verl_sync_plugin.transport.agreement import Ranks
-from verl_sync_plugin.transport.protocol import together_seconds
+from verl_sync_plugin.transport.protocol import agreement_seconds
 
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
@@ -32,7 +32,7 @@ class JointRanks(Ranks):
     Args:
         store, rank: as in ``Ranks``.
         trainers, rollouts: how many there are; no rollouts for the trainer's ranks alone.
-        seconds: bound on NCCL's connecting of ranks, which come to that together; on every call ``together_seconds``.
+        seconds: bound on NCCL's connecting of ranks, which come to that together; on every call ``agreement_seconds``.
         device: where this process computes.
     """
 
@@ -41,7 +41,7 @@ class JointRanks(Ranks):
     def __init__(
         self, store: dist.Store, rank: int, trainers: int, rollouts: int, seconds: float, device: torch.device
     ) -> None:
-        together, self._seconds = together_seconds(seconds), seconds
+        together, self._seconds = agreement_seconds(seconds), seconds
         super().__init__(rank, range(trainers), range(trainers, trainers + rollouts), store, together)
         self._bytes: Any = None
         self._met = False

@@ -4,7 +4,7 @@
 On a GPU the driver exports and maps whole allocations, each once. There is no reference count. What moved is exported
 again, and the engine unmaps what is no longer named. Hazards:
 - The driver lets go of an allocation that its owner has freed only when it is unmapped here as well. So of a model only
-  parameters are exported, which the trainer keeps on the device, and scales; ``LiveParameters`` looks in every sync.
+  parameters are exported, which the trainer keeps on the device, and scales; ``ParameterLocator`` looks in every sync.
 - Memory of PyTorch's expandable segments and of SGLang's memory saver cannot be exported. Our worker, as verl's, turns
   the former off before ``update_weights``, and the staging memory is the trainer's, outside any saver region.
 - Memory of another GPU is opened on one's own device, through which the driver reaches it (NVLink or PCIe). Opened on
@@ -28,7 +28,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from verl_sync_plugin.copies.packing import BY_TORCH, Found, segment_of
+from verl_sync_plugin.copies.packing import BY_TORCH, RunPlaces, segment_of
 from verl_sync_plugin.layout.tensors import Bucket, Plan, Shard
 
 HANDLE_BYTES = 64
@@ -65,7 +65,7 @@ class Slots:
 
 
 @dataclass(frozen=True)
-class Live:
+class Location:
     """The places of one trainer rank's runs of all buckets.
 
     Attributes:
@@ -236,7 +236,7 @@ class NotInPlaceError(RuntimeError):
     """A parameter cannot be read where it lies; the text says which and why."""
 
 
-class LiveParameters:
+class ParameterLocator:
     """Finds where one trainer rank's parameters lie (``found``), and keeps the answer while nothing moves. The trainer
     computes on ``device``; ``rank`` is its place among the owners of a sharded base."""
 
@@ -245,20 +245,20 @@ class LiveParameters:
         self._rank = rank
         self._device = device
         held = [part for each in plan.buckets for part in each.slices if part.count(plan.bases[part.base], rank) > 0]
-        self.found = Found(list(dict.fromkeys(part.base for part in held)), device)
+        self.found = RunPlaces(list(dict.fromkeys(part.base for part in held)), device)
         self._exporter = exporter_of(device)
         self._identities: object = None
         self._allocations: tuple[int, ...] = ()
-        self._live: Live | None = None
+        self._location: Location | None = None
 
-    def locate(self, shards: Sequence[Shard]) -> Live:
+    def locate(self, shards: Sequence[Shard]) -> Location:
         """Looks where all parameters of the plan are now. Raises NotInPlaceError where one is merged, on the host, not
         contiguous or aligned, to be cast otherwise than from fp32 to bf16, or in memory that cannot be shared."""
         moved = self.found.locate(shards)
-        if moved or self._live is None or not self._same():
-            self._live = None
-            self._live = self._tell(shards)
-        return self._live
+        if moved or self._location is None or not self._same():
+            self._location = None
+            self._location = self._tell(shards)
+        return self._location
 
     def _same(self) -> bool:
         try:
@@ -266,7 +266,7 @@ class LiveParameters:
         except RuntimeError:
             return False
 
-    def _tell(self, shards: Sequence[Shard]) -> Live:
+    def _tell(self, shards: Sequence[Shard]) -> Location:
         for base, kind in self.found.kinds.items():
             if kind == BY_TORCH:
                 raise NotInPlaceError(f"{shards[base].base.key!r} {_why(shards[base], self._device)}")
@@ -279,28 +279,28 @@ class LiveParameters:
                 allocation, first = self._exporter.find(run)
             except RuntimeError as error:
                 raise NotInPlaceError(f"{shards[base].base.key!r}: {error}") from error
-            grow = dtype.itemsize // self.plan.bases[base].itemsize
-            places[base] = numbers.setdefault(allocation, len(numbers)), first, grow
+            ratio = dtype.itemsize // self.plan.bases[base].itemsize
+            places[base] = numbers.setdefault(allocation, len(numbers)), first, ratio
         self._allocations = tuple(numbers)
         try:
             regions = tuple(map(self._exporter.export, self._allocations))
             self._identities = self._exporter.identities(self._allocations)
         except RuntimeError as error:
             raise NotInPlaceError(f"memory of parameters cannot be shared: {error}") from error
-        return Live(uuid.uuid4().hex, regions, tuple(self._runs(bucket, places) for bucket in self.plan.buckets))
+        return Location(uuid.uuid4().hex, regions, tuple(self._runs(bucket, places) for bucket in self.plan.buckets))
 
     def _runs(self, bucket: Bucket, places: dict[int, tuple[int, int, int]]) -> bytes:
-        """Those of a bucket, as in ``Live``. ``places``: by base its region, the first byte in it, and the bytes there
-        per byte in the bucket."""
+        """Those of a bucket, as in ``Location``. ``places``: by base its region, the first byte in it, and the bytes
+        there per byte in the bucket."""
         rows = []
         for part in bucket.slices:
             base = self.plan.bases[part.base]
             count = part.count(base, self._rank)
             if count > 0:
-                region, first, grow = places[part.base]
+                region, first, ratio = places[part.base]
                 offset = segment_of(bucket, self._rank) * bucket.stride + part.offset
-                source = first + part.begin * base.itemsize * grow
-                rows.append((offset, count * base.itemsize, region, source, grow))
+                source = first + part.begin * base.itemsize * ratio
+                rows.append((offset, count * base.itemsize, region, source, ratio))
         return np.array(rows, dtype="<i8").reshape(-1, 5).tobytes()
 
 

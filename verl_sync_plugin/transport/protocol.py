@@ -30,15 +30,15 @@ import msgspec
 
 from verl_sync_plugin.layout.load_map import LoadMap
 from verl_sync_plugin.layout.tensors import Bucket, Plan
-from verl_sync_plugin.transport.memory import Live, Slots
+from verl_sync_plugin.transport.memory import Location, Slots
 
 MAGIC = "verl-sync-plugin"
-PROTOCOL_VERSION = 24
+PROTOCOL_VERSION = 25
 
 ALL = -1  # in place of a bucket: all of them at once
 
 
-def together_seconds(timeout_seconds: float) -> float:
+def agreement_seconds(timeout_seconds: float) -> float:
     """Seconds that ranks wait for each other, of which each may wait ``timeout_seconds`` for something else.
 
     A trainer rank may spend up to three waits (its shards, its plan, its staging memory; or the last buckets, the
@@ -57,7 +57,7 @@ class LoadRequest:
     Attributes:
         sync_id: names the sync in messages and logs.
         addresses: for each tensor-parallel rank of the engine, in order, the control channel of its trainer rank.
-        timeout_seconds: how long the loader waits for the next word. For the first it waits ``together_seconds``: an
+        timeout_seconds: how long the loader waits for the next word. For the first it waits ``agreement_seconds``: an
             awake engine comes while the trainer ranks gather and plan. One that dies or gives up closes the channel,
             which ends the wait at once.
     """
@@ -87,23 +87,23 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
         digest: of the plan; the manifest is sent once per digest.
         stagings: where the slots are: of the trainer rank on its GPU or, of a sharded plan, of all ranks of its group,
             one for each segment; none when parameters are read where they lie.
-        place: index in ``stagings`` or ``live`` of the rank from which is read what all of them hold: the paired one,
-            if listed.
-        live: keys of the ``Live`` of all ranks of the group, in place of stagings.
+        place: index in ``stagings`` or ``locations`` of the rank from which is read what all of them hold: the paired
+            one, if listed.
+        location_keys: keys of the ``Location`` of all ranks of the group, in place of stagings.
         asks_hashes: say in ``Committed`` what lies in the parameters.
         map: names the ``LoadMap`` that the trainer rank knows; another one is said in ``Ready``.
         manifest: what ``digest`` names, where the engine rank lacks it.
-        lives: what ``live`` names, in its order, where the engine rank lacks it.
+        locations: what ``location_keys`` names, in its order, where the engine rank lacks it.
     """
 
     digest: str
     stagings: tuple[Slots, ...]
     place: int
-    live: tuple[str, ...] = ()
+    location_keys: tuple[str, ...] = ()
     asks_hashes: bool = False
     map: str = ""
     manifest: Manifest | None = None
-    lives: tuple[Live, ...] = ()
+    locations: tuple[Location, ...] = ()
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -111,7 +111,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         refusal: why this engine rank cannot follow the chosen way; then nothing follows.
-        needs_details: say ``Hello`` once more, with the manifest or with what ``live`` names.
+        needs_details: say ``Hello`` once more, with the manifest or with what ``location`` names.
         map: what the model does with the tensors, if the trainer rank does not know it.
     """
 

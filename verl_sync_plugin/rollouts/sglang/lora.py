@@ -53,8 +53,7 @@ def summary(factors: Mapping[str, torch.Tensor]) -> list[Sent]:
 def sum_of_bits(factor: torch.Tensor) -> int:
     """Sum of the words that one factor, or several one after another, consist of, modulo 2**64; zeros add nothing."""
     whole = factor.shape[-1] * factor.element_size() % 8 == 0
-    words = factor.contiguous().view(torch.int64 if whole else torch.int16)
-    return int(words.sum(dtype=torch.int64)) % MODULUS
+    return int(factor.contiguous().view(torch.int64 if whole else torch.int16).sum(dtype=torch.int64)) % MODULUS
 
 
 class LostFactorsError(ValueError):

@@ -42,7 +42,7 @@ from verl_sync_plugin.rollouts.sglang.refusals import (
 )
 from verl_sync_plugin.rollouts.sglang.request import ADAPTER_CHECK, FORGETTING_LOADER, LOADER, hand_down, new_token
 from verl_sync_plugin.rollouts.sglang.updates import WeightUpdates, resolved
-from verl_sync_plugin.transport.protocol import together_seconds
+from verl_sync_plugin.transport.protocol import agreement_seconds
 
 UNAVAILABLE = 503
 # SGLang counts an answered request as running for one more scheduler step
@@ -187,7 +187,7 @@ class SyncSGLangHttpServer(WeightUpdates, SGLangHttpServer):
         """verl's counterpart of ``abort_all_requests``. Of a separate rollout it waits for the sync under way. Raises
         HalfWrittenError where that fails or does not end in time; requests that wait in SGLang stay there."""
         if self.separate:
-            await self._gate.rest(together_seconds(self._sync.timeout_seconds))
+            await self._gate.rest(agreement_seconds(self._sync.timeout_seconds))
         await super().resume_generation(**more)
         self._paused = self.paused_by_load = False
         self._gate.let_go()

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from verl_sync_plugin.layout.load_map import joined, starts_of
 from verl_sync_plugin.layout.strided import Run
-from verl_sync_plugin.layout.tensors import NOTHING, View
+from verl_sync_plugin.layout.tensors import EMPTY_SHARE, View
 from verl_sync_plugin.trainers.base import dtype_name
 from verl_sync_plugin.trainers.megatron.model import HeldTensor, ModelTensors
 from verl_sync_plugin.trainers.megatron.parts import Part
@@ -258,14 +258,14 @@ class CopyTrace(TorchDispatchMode):
         return result
 
     def shares(self, result: torch.Tensor) -> tuple[tuple[Run, ...], ...]:
-        """By input the runs from it, flat, to ``result``, flat, in ascending order of target; ``NOTHING`` where it
+        """By input the runs from it, flat, to ``result``, flat, in ascending order of target; ``EMPTY_SHARE`` where it
         contributes nothing. Raises NotACopyError where the result is not the inputs alone."""
         targets, origins = self._read(result)
         found: list[list[Run]] = [[] for _ in self.inputs]
         for (target, end), origin in zip(pairwise([*targets.tolist(), result.numel()]), origins.tolist(), strict=True):
             number, source = divmod(origin, self._numel + 1)
             found[number].append(Run(source, target, end - target))
-        return tuple(tuple(_repetitions(each)) or (NOTHING,) for each in found)
+        return tuple(tuple(_repetitions(each)) or (EMPTY_SHARE,) for each in found)
 
     def _cat(self, result: torch.Tensor, parts: list[torch.Tensor], dim: int) -> None:
         if any(part.dtype != result.dtype or _identity(part) not in self._runs for part in parts):

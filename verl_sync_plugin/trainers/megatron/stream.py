@@ -129,8 +129,7 @@ class StreamSource(ParameterSource):
 
     def agree_on_layout(self, agreement: Agreement) -> ParameterSource:
         """Has all ranks learn the stream if one has to, so that they go through it alike."""
-        sync = f"stream {agreement.new_name()}"
-        self._run_names = (f"{sync}.{run}" for run in itertools.count(1))
+        self._run_names = map(f"stream {agreement.new_name()}.{{}}".format, itertools.count(1))
         if agreement.any("looking at the trainer's stream", lambda: self._unfinished or not self._bases):
             self._bases, self._unfinished = [], False
         return self

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways of bytes from trainer ranks to engine ranks, and the choice between them.
+"""The deliveries of bytes from trainer ranks to engine ranks, and the choice between them.
 
 in place    from the second sync on engine ranks read parameters where they lie; nothing is packed
 staged      every rank packs its segment of a bucket into a slot of its staging memory, and the bucket is moved:
@@ -27,22 +27,22 @@ import torch.distributed as dist
 
 from verl_sync_plugin.config.settings import KEY_PREFIX, SyncConfig
 from verl_sync_plugin.errors import RankLostError, SyncError
-from verl_sync_plugin.layout.tensors import SCALE, Plan, Shard
+from verl_sync_plugin.layout.tensors import SCALE_SUFFIX, Plan, Shard
 from verl_sync_plugin.log import say
 from verl_sync_plugin.report import SyncReport
 from verl_sync_plugin.sync.sender import SLOTS, BucketSender
 from verl_sync_plugin.trainers.base import ParameterSource
 from verl_sync_plugin.transport.agreement import Agreement
 from verl_sync_plugin.transport.joint import JointRanks
-from verl_sync_plugin.transport.memory import Live, LiveParameters, NotInPlaceError, Slots
+from verl_sync_plugin.transport.memory import Location, NotInPlaceError, ParameterLocator, Slots
 from verl_sync_plugin.transport.protocol import ALL, Committed, Hello, Ready
 
 AHEAD = SLOTS - 1  # buckets between the one handed over and the last one that every engine rank has surely read
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class WayRefusedError(RuntimeError):
-    """An engine rank cannot follow the chosen way, say because it cannot map memory; the same text on every rank."""
+class DeliveryRefusedError(RuntimeError):
+    """An engine rank cannot follow the chosen delivery, such as by mapping memory; the same text on every rank."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,16 +87,16 @@ class Reach:
             self.why = f"{who} are on several hosts"
 
 
-class Way(ABC):
-    """Lives as long as the run. For each sync the ranks vote for a way; then all of them call ``fill``, ``handshake``
-    and ``run``. What is collective raises SyncError on all ranks where any has failed. Arguments are those of ``Ways``,
-    and its ``reach``."""
+class Delivery(ABC):
+    """Lives as long as the run. For each sync the ranks vote for one; then all of them call ``fill``, ``handshake`` and
+    ``run``. What is collective raises SyncError on all ranks where any has failed. Arguments are those of
+    ``Deliveries``, and its ``reach``."""
 
     name: str
     filling: str  # the stage that ranks settle
     _sources: tuple[int, ...] = ()  # the ranks whose memory this rank's engine rank reads
     _stagings: tuple[Slots, ...] = ()  # where their slots are
-    _lives: tuple[Live, ...] = ()  # or their parameters
+    _locations: tuple[Location, ...] = ()  # or their parameters
 
     def __init__(self, agreement: Agreement, sender: BucketSender, own: Agreement, reach: Reach) -> None:
         self._agreement, self._sender, self._own, self._reach = agreement, sender, own, reach
@@ -124,9 +124,9 @@ class Way(ABC):
         place = sources.index(me) if me in sources else me % len(sources)
         hello = Hello(
             sync.plan.digest, self._stagings, place,
-            tuple(live.key for live in self._lives), sync.verified, known,
+            tuple(location.key for location in self._locations), sync.verified, known,
         )  # fmt: skip
-        return self._sender.handshake(hello, sync.plan, self._lives)
+        return self._sender.handshake(hello, sync.plan, self._locations)
 
     @abstractmethod
     def run(self, sync: Sync) -> None:
@@ -134,7 +134,7 @@ class Way(ABC):
         rank has failed."""
 
     @abstractmethod
-    def fall_back(self, error: WayRefusedError) -> None:
+    def fall_back(self, error: DeliveryRefusedError) -> None:
         """Has the next sync take another way."""
 
     def _load(self, index: int, slot: int) -> None:
@@ -168,13 +168,13 @@ class Way(ABC):
         ValueError, with parameter and remedy, where this rank has packed NaN or Inf."""
         if self._packs and (names := self._sender.broken()):
             raise ValueError(
-                f"parameter {names[0].removesuffix(SCALE)!r} holds NaN or Inf in the trainer, or exceeds the range of "
-                "the dtype in which it travels, so the engine generates nothing from this sync. Look at the last "
-                "optimizer step (loss, gradient norm, learning rate)"
+                f"parameter {names[0].removesuffix(SCALE_SUFFIX)!r} holds NaN or Inf in the trainer, or exceeds the "
+                "range of the dtype in which it travels, so the engine generates nothing from this sync. Look at the "
+                "last optimizer step (loss, gradient norm, learning rate)"
             )
 
 
-class InPlace(Way):
+class InPlace(Delivery):
     """Engine ranks read parameters where they lie, all at once, by a few launches of the copy kernel. Only where an
     engine rank has said that its load map covers everything, every trainer rank can tell where its parameters are, and
     every engine rank can map them. What cannot be read so (merged adapters, offloaded parameters, a model that loads
@@ -190,8 +190,8 @@ class InPlace(Way):
     _engine_obstacle = "the engine has not yet said that it can"  # why the engine rank cannot
     _readable_plan = ""  # the plan of which the engine rank said that it can
     _said = ""
-    _parameters: LiveParameters | None = None
-    _live: Live | None = None
+    _parameters: ParameterLocator | None = None
+    _location: Location | None = None
 
     def obstacle(self, sync: Sync) -> str:
         """Looks where the parameters are; returns why this rank has to stage them, or nothing. Not collective."""
@@ -205,8 +205,8 @@ class InPlace(Way):
             if not sync.source.readable_in_place:
                 raise NotInPlaceError("what travels is made for each sync, or may be")
             if self._parameters is None or self._parameters.plan is not sync.plan:
-                self._parameters = LiveParameters(self._sender.device, sync.plan, sync.source.rank)
-            self._live = self._parameters.locate(sync.shards)
+                self._parameters = ParameterLocator(self._sender.device, sync.plan, sync.source.rank)
+            self._location = self._parameters.locate(sync.shards)
         except NotInPlaceError as error:
             self._say(str(error))
             return str(error)
@@ -229,15 +229,16 @@ class InPlace(Way):
     @property
     def unannounced(self) -> bool:
         """True if the other ranks do not know where this rank's parameters lie."""
-        return self._live is not None and self._live.key != self.announced if self._packs else not self._lives
+        mine = self._location
+        return mine is not None and mine.key != self.announced if self._packs else not self._locations
 
     def tell(self, sync: Sync) -> None:
         """Collective: the trainer's ranks tell where their parameters lie."""
-        everywhere = self._agreement.gather("telling where parameters lie", self._live)
-        lives = [everywhere[rank] for rank in sync.senders]
-        self._lives, self._sources = tuple(live for live in lives if live is not None), sync.senders
-        assert len(self._lives) == len(lives), "looked up on all ranks"
-        self.announced = self._live.key if self._live is not None else ""
+        everywhere = self._agreement.gather("telling where parameters lie", self._location)
+        found = [everywhere[rank] for rank in sync.senders]
+        self._locations, self._sources = tuple(each for each in found if each is not None), sync.senders
+        assert len(self._locations) == len(found), "looked up on all ranks"
+        self.announced = self._location.key if self._location is not None else ""
 
     def run(self, sync: Sync) -> None:
         """Has the engine rank load everything at once."""
@@ -254,13 +255,13 @@ class InPlace(Way):
         if obstacle and not self.ruled_out:
             self._say(obstacle)
 
-    def fall_back(self, error: WayRefusedError) -> None:
+    def fall_back(self, error: DeliveryRefusedError) -> None:
         """As long as an engine rank says that it cannot map them, parameters are staged."""
         self._readable_plan = ""
         say(f"an engine rank cannot read parameters where they lie ({error}); they are staged instead")
 
 
-class Staged(Way):
+class Staged(Delivery):
     """Buckets are packed into slots, and engine ranks read them there. A byte that an engine rank does not need is
     never moved to it where the slots are mapped, and what its own trainer rank holds never leaves the GPU."""
 
@@ -366,7 +367,7 @@ class Staged(Way):
             return  # every rank has packed all of it
         self._sender.broadcast(bucket, index % SLOTS, sync.senders, start)
 
-    def fall_back(self, error: WayRefusedError) -> None:
+    def fall_back(self, error: DeliveryRefusedError) -> None:
         if not self._reach.sharded:
             raise SyncError(
                 f"an engine rank cannot read the memory of the rank next to it ({error}). Start both in one container, "
@@ -376,9 +377,9 @@ class Staged(Way):
         self._reach.sharded, self._reach.why = False, str(error)
 
 
-class Ways:
-    """Both ways, of which the ranks choose one in every sync: an engine rank learns what it can, and a trainer may move
-    its parameters. Arguments are as in ``ShardingManager``; ``reach`` decides how plans are laid out."""
+class Deliveries:
+    """Both, of which the ranks choose one in every sync: an engine rank learns what it can, and a trainer may move its
+    parameters. Arguments are as in ``ShardingManager``; ``reach`` decides how plans are laid out."""
 
     def __init__(
         self, config: SyncConfig, agreement: Agreement, sender: BucketSender, own: Agreement | None = None
@@ -388,16 +389,16 @@ class Ways:
         self.in_place, self.staged = InPlace(*shared), Staged(*shared)
         if config.delivery == "staged":
             self.in_place.ruled_out = f"{KEY_PREFIX}.delivery=staged"
-        self._why = self._said = ""  # why this rank has to stage, and the way that was said last
-        self._chosen: Way = self.staged
+        self._why = self._said = ""  # why this rank has to stage, and the delivery that was said last
+        self._chosen: Delivery = self.staged
 
     def votes(self, sync: Sync) -> list[int]:
-        """Returns this rank's votes on the ways, to be added up over all ranks for ``take``. Not collective."""
+        """Returns this rank's votes, to be added up over all ranks for ``take``. Not collective."""
         self._why = self.in_place.obstacle(sync)
         return [bool(self._why), not self._why and self.in_place.unannounced, self.staged.needs_staging(sync)]
 
-    def take(self, sync: Sync, votes: Sequence[int]) -> Way:
-        """Collective: the way of this sync, ready to ``fill``; ``votes`` are those of all ranks, added up."""
+    def take(self, sync: Sync, votes: Sequence[int]) -> Delivery:
+        """Collective: the delivery of this sync, ready to ``fill``; ``votes`` are those of all ranks, added up."""
         impossible, unannounced, needs_staging = map(bool, votes)
         if impossible:
             if needs_staging:
@@ -413,8 +414,8 @@ class Ways:
         self._said = self._chosen.name
         return self._chosen
 
-    def fall_back(self, error: WayRefusedError) -> None:
-        """The way chosen last was out of reach: the next sync takes another one."""
+    def fall_back(self, error: DeliveryRefusedError) -> None:
+        """The delivery chosen last was out of reach: the next sync takes another one."""
         self._chosen.fall_back(error)
 
 
