@@ -41,7 +41,7 @@ from verl_sync_plugin.layout.load_map import (
     spans_of,
     without,
 )
-from verl_sync_plugin.layout.tensors import SCALE_SUFFIX, Entry, align, dtype_name
+from verl_sync_plugin.layout.tensors import SCALE_SUFFIX, Entry, align, dtype_name, place_of
 
 CHUNK_BYTES = 256 << 20  # of marks given to the model in one call; bounds the memory that they take
 SEED = 20_251
@@ -466,10 +466,6 @@ def _constant(storage: int, spans: Spans, value: float, tensor: torch.Tensor) ->
     """``value`` in the dtype of a tensor."""
     bits = torch.full((1,), value, dtype=tensor.dtype).view(torch.uint8).numpy().tobytes()
     return Constant(storage, pairs_of(spans), bits)
-
-
-def place_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _tensor_places(module: torch.nn.Module) -> set[tuple[str, tuple[object, ...]]]:

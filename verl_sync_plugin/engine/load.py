@@ -27,7 +27,6 @@ from verl_sync_plugin.engine.introduce import (
     introduce,
     kept_in_fp8,
     needs_reorder,
-    place_of,
     source_view,
     target_view,
     views_of,
@@ -35,7 +34,7 @@ from verl_sync_plugin.engine.introduce import (
 from verl_sync_plugin.engine.model import EngineModel, FusedPairs, partner_of
 from verl_sync_plugin.layout.load_map import LoadMap, Move, Tensors, held_parts, read_parts, size_of
 from verl_sync_plugin.layout.strided import Partition, Run, compose, in_rows
-from verl_sync_plugin.layout.tensors import SCALE_SUFFIX, Bucket, Entry, dtype_name, extents_of
+from verl_sync_plugin.layout.tensors import SCALE_SUFFIX, Bucket, Entry, dtype_name, extents_of, place_of
 from verl_sync_plugin.log import say, some
 from verl_sync_plugin.transport.memory import Location, Regions
 from verl_sync_plugin.transport.protocol import Held, Manifest

@@ -255,3 +255,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def clean_name(name: str) -> str:
     """A module or parameter name without the segments that wrappers insert."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def place_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for tensors that lie in the same place in the same way."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
