@@ -263,7 +263,7 @@ async def test_nothing_is_loaded_into_released_weights(make: Make) -> None:
 
 
 async def test_a_sync_that_nobody_ends_is_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "together_seconds", lambda seconds: 0.01)
+    monkeypatch.setattr(module, "agreement_seconds", lambda seconds: 0.01)
     manager = Manager()
     server = make(manager, "retract")
     await server.load_weights(("sync",), "7")

@@ -93,7 +93,7 @@ def _in_the_trainer(workers: ModuleType) -> None:
 
     for name in COLLECTIVES:
         wrap_function_wrapper(dist, name, _collective)
-    for name in ("add_up", "gather", "share"):
+    for name in ("all_reduce", "gather", "broadcast_object"):
         wrap_function_wrapper("verl_sync_plugin.transport.agreement", f"Ranks.{name}", _collective)
     wrap_function_wrapper(workers, "ActorRolloutRefWorker.__init__", build)
 
