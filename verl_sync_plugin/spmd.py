@@ -380,9 +380,7 @@ def request_of(
             raise ValueError(f"token_ids[{index}]={prompt[:8]}…: not token ids. Use whole numbers from 0 on.")
     each = [dict(sampling or {})] * len(prompts) if sampling is None or isinstance(sampling, Mapping) else sampling
     if len(each) != len(prompts):
-        raise ValueError(
-            f"sampling: {len(each)} entries for {len(prompts)} prompts. Give one mapping, or one for each."
-        )
+        raise ValueError(f"sampling: {len(each)} entries for {len(prompts)} prompts. Give one mapping, or one each.")
     asked: list[list[int]] = []
     parameters: list[dict[str, Any]] = []
     for prompt, settings in zip(prompts, each, strict=True):

@@ -145,9 +145,7 @@ class Comparison:
         text = f"the sync leaves {len(missing)} of {self.tensor_count} engine parameters and buffers unwritten: "
         text += _elements(missing)
         if missing and not self._real:
-            raise RuntimeError(
-                f"{FORMAT_KEY}=dummy: {text}. Without real weights they are random. Set {FORMAT_KEY}=auto."
-            )
+            raise RuntimeError(f"{FORMAT_KEY}=dummy: {text}. They would stay random. Set {FORMAT_KEY}=auto.")
         if missing:
             self._say(f"{text}; the engine keeps what it loaded at its start")
 

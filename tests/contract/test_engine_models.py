@@ -79,7 +79,10 @@ def test_a_sync_that_fails_while_maps_are_exchanged_can_be_run_again(tmp_path: P
     """And a rank that fails outside of all that is agreed on, say where no thread can be started, is heard at once."""
     wire, alone = Wire(models.build(models.start(tmp_path, "qwen2"))), dist.get_rank() == 0
     late = None if alone else MemoryError()
-    with mock.patch.object(Comparison, "_find_factors", side_effect=late), pytest.raises(SyncError, match="rank 1: MemoryErr"):
+    with (
+        mock.patch.object(Comparison, "_find_factors", side_effect=late),
+        pytest.raises(SyncError, match="rank 1: MemoryErr"),
+    ):
         wire.sync(weights_of("qwen2", 0))
     for seed in (1, 2):
         assert wire.sync(weights_of("qwen2", seed)).verified_tensors > 0

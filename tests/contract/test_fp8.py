@@ -76,7 +76,7 @@ def test_a_tensor_of_which_the_engine_keeps_a_part_in_fp8_is_refused() -> None:
     manager = manager_of(shard(build("qwen3_moe"), Layout((2,))), StandIn())
     names = [name for name in sync(manager.open_source(), LARGE) if ".experts.0." in name]
     manager.trainer.policy.blocks[names[0]] = (SIZE, SIZE)
-    with pytest.raises(ValueError, match=r"the engine keeps only a part of it in fp8\. Remove "):
+    with pytest.raises(ValueError, match=r"the engine has a part of it in fp8\. Remove "):
         manager.open_source().shards()
 
 
@@ -196,4 +196,8 @@ def test_a_bit_that_flips_in_a_weight_or_a_scale_is_found(tmp_path: Path) -> Non
         sent = list(in_fp8(dict(weights_of("qwen3-moe", seed)), blocks))
         with pytest.raises(SyncError, match="the engine's parameters do not hold what was sent of "):
             wire.sync(sent, flip)
+        wire.sync(sent)
+    parameter = next(each for each in model.parameters() if each.dtype.itemsize == 1)
+    parameter.data = parameter.data.to(torch.bfloat16)
+    with pytest.raises(SyncError, match=r"in fp8 into bfloat16\. Remove "):
         wire.sync(sent)

@@ -115,15 +115,11 @@ class Odd(torch.nn.Module):
         self.register_buffer("turned", square.t())  # the same memory, read the other way
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout((2,)),
-        *(fsdp1(world, original) for world in (1, 2) for original in (True, False)),
-        *(fsdp1(2, original, "NO_SHARD") for original in (True, False)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("layout", [
+    Layout((2,)),
+    *(fsdp1(world, original) for world in (1, 2) for original in (True, False)),
+    *(fsdp1(2, original, "NO_SHARD") for original in (True, False)),
+], ids=str)  # fmt: skip
 @on_ranks("layout")
 def test_any_shape_in_any_order_of_memory_arrives_as_the_state_dict_has_it(layout: Layout) -> None:
     """FSDP1 keeps a parameter in the order of its memory. FSDP2 refuses such parameters; its buffers may be so."""

@@ -89,18 +89,14 @@ MORE_CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout", "wire"),
-    [
-        *CASES,
-        *(
-            pytest.param(kind, layout, "bfloat16", marks=pytest.mark.extended)
-            for kind, layouts in MORE_CASES.items()
-            for layout in layouts
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("kind", "layout", "wire"), [
+    *CASES,
+    *(
+        pytest.param(kind, layout, "bfloat16", marks=pytest.mark.extended)
+        for kind, layouts in MORE_CASES.items()
+        for layout in layouts
+    ),
+], ids=str)  # fmt: skip
 @on_ranks("layout", timeout=180)
 def test_every_tensor_arrives_bit_for_bit(checkpoint: str, layout: Layout, wire: str) -> None:
     """First the checkpoint, all in bfloat16 but for the router's biases, which become float32."""
@@ -261,15 +257,11 @@ def test_a_rank_that_fails_inside_the_stream_is_everybodys_error_and_passes(chec
                 train_step(engine)
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout", "computed"),
-    [
-        ("qwen2", Layout(4, tp=2, pp=2), False),
-        ("qwen3-moe", Layout(2, tp=2, ep=2, etp=1), False),
-        ("qwen3-moe", Layout(2, ep=2), True),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("kind", "layout", "computed"), [
+    ("qwen2", Layout(4, tp=2, pp=2), False),
+    ("qwen3-moe", Layout(2, tp=2, ep=2, etp=1), False),
+    ("qwen3-moe", Layout(2, ep=2), True),
+], ids=str)  # fmt: skip
 @on_ranks("layout", timeout=180)
 def test_parts_are_quantized_as_the_whole_tensor_is(checkpoint: str, layout: Layout, computed: bool) -> None:
     """Where the bridge's conversion computes, the ranks have whole tensors of its stream, one after the other."""
@@ -277,10 +269,8 @@ def test_parts_are_quantized_as_the_whole_tensor_is(checkpoint: str, layout: Lay
     export_shards(True)
     with norms_are_computed() if computed else nullcontext():
         for size, sharded in ((TINY, False), (LARGE, True)):
-            manager, expected = (
-                manager_of("megatron", engine, StandIn()),
-                on_the_wire(stock_export(engine), torch.bfloat16),
-            )
+            manager = manager_of("megatron", engine, StandIn())
+            expected = on_the_wire(stock_export(engine), torch.bfloat16)
             reader = check_quantized(manager, expected, projections(expected, (16, 8)), size, sharded)
             assert type(reader.source._inner).__name__ == ("StreamSource" if computed else "MegatronSource")
             train_step(engine)
@@ -329,18 +319,14 @@ def as_transformer_engine(engine: Any) -> None:
             module.__class__ = type(called, (type(module),), {})
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout", "fused"),
-    [
-        ("qwen3-moe", Layout(2, tp=2, ep=2, etp=1), ["self_attention.linear_qkv"]),
-        (
-            "deepseek",
-            Layout(2, tp=2),
-            ["mlp.linear_fc1", "self_attention.linear_q_up_proj", "self_attention.linear_kv_up_proj"],
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("kind", "layout", "fused"), [
+    ("qwen3-moe", Layout(2, tp=2, ep=2, etp=1), ["self_attention.linear_qkv"]),
+    (
+        "deepseek",
+        Layout(2, tp=2),
+        ["mlp.linear_fc1", "self_attention.linear_q_up_proj", "self_attention.linear_kv_up_proj"],
+    ),
+], ids=str)  # fmt: skip
 @on_ranks("layout")
 def test_names_and_classes_of_transformer_engine_are_read(checkpoint: str, layout: Layout, fused: list[str]) -> None:
     """Bit for bit the checkpoint, which is what the bridge exports."""

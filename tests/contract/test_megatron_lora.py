@@ -60,20 +60,16 @@ def check_close(got: State, expected: State) -> None:
 OWN, MORE = {"share_expert_adapters": False}, pytest.mark.extended
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout", "lora"),
-    [
-        ("qwen2", Layout(4, tp=2, pp=2), {}),
-        ("qwen3-moe", Layout(2, ep=2), {}),
-        pytest.param("qwen3-moe", Layout(2, ep=2), OWN, id="an adapter for each expert"),
-        pytest.param("moonlight", Layout(2, tp=2, ep=2, etp=1), {"target_modules": LATENT}, id="latent attention"),
-        pytest.param("qwen2", Layout(2, tp=2), {}, marks=MORE),
-        pytest.param("qwen3", Layout(2, pp=2), {}, marks=MORE),
-        pytest.param("qwen3-moe", Layout(4, tp=2, pp=2, ep=2, etp=1), {}, marks=MORE),
-        pytest.param("qwen2-tied", Layout(2, tp=2), {}, marks=MORE),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("kind", "layout", "lora"), [
+    ("qwen2", Layout(4, tp=2, pp=2), {}),
+    ("qwen3-moe", Layout(2, ep=2), {}),
+    pytest.param("qwen3-moe", Layout(2, ep=2), OWN, id="an adapter for each expert"),
+    pytest.param("moonlight", Layout(2, tp=2, ep=2, etp=1), {"target_modules": LATENT}, id="latent attention"),
+    pytest.param("qwen2", Layout(2, tp=2), {}, marks=MORE),
+    pytest.param("qwen3", Layout(2, pp=2), {}, marks=MORE),
+    pytest.param("qwen3-moe", Layout(4, tp=2, pp=2, ep=2, etp=1), {}, marks=MORE),
+    pytest.param("qwen2-tied", Layout(2, tp=2), {}, marks=MORE),
+], ids=str)  # fmt: skip
 @on_ranks("layout", timeout=180)
 def test_merged_weights_are_the_bridges(checkpoint: str, kind: str, layout: Layout, lora: dict[str, Any]) -> None:
     engine = with_factors(checkpoint, layout, **lora)
@@ -91,9 +87,12 @@ def test_merged_weights_are_the_bridges(checkpoint: str, kind: str, layout: Layo
         assert len(changed) == 4 * (4 + (3 * 4 if "moe" in kind else 3)), "every projection of every layer is adapted"
 
 
-@on_ranks(2)
-def test_offloaded_factors_are_read_where_they_are(checkpoint: str, layout: Layout) -> None:
-    check_offloaded(with_factors(checkpoint, layout), check_close)
+@pytest.mark.parametrize(
+    ("kind", "layout", "lora"), [("qwen2", Layout(2, tp=2), {}), ("qwen3-moe", Layout(2, ep=2), OWN)]
+)
+@on_ranks("layout", timeout=180)
+def test_offloaded_factors_are_read_where_they_are(checkpoint: str, kind: str, layout: Layout, lora: Any) -> None:
+    check_offloaded(with_factors(checkpoint, layout, **lora), check_close)
 
 
 @on_ranks(2)

@@ -5,6 +5,7 @@ import pytest
 
 from e2e import checks
 from e2e.runs import MODEL, ROLLOUT, SHORT_WAIT, Play, Run
+from verl_sync_plugin.config.settings import SHORT_BUCKET_KEY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
 
@@ -21,9 +22,7 @@ MEGATRON = "MegatronSGLangShardingManager"
 @pytest.mark.extended
 def test_a_merged_run(play: Play) -> None:
     """Two ranks, three steps, so four syncs; with the size of a bucket by the short key."""
-    merged = play(
-        *COMMON, *MERGED, f"{ROLLOUT}.update_weights_bucket_megabytes=512", kind="qwen2-tied", ranks=2, steps=3
-    )
+    merged = play(*COMMON, *MERGED, f"{SHORT_BUCKET_KEY}=512", kind="qwen2-tied", ranks=2, steps=3)
     checks.reached(merged, steps=3)
     checks.reported(merged, steps=3)
     assert all(each["staging_bytes"] > 0 for each in merged.reports), merged.reports

@@ -51,7 +51,7 @@ def test_healthy_stack_is_ready(tmp_path: Path, tiny_model: Any) -> None:
     assert told.findings["overrides"]["text"] == "weight sync on"
     # as the log of a run with it
     assert told.findings["model"]["text"].startswith("Qwen2ForCausalLM is served; a sync sends 27 tensors, 0.23 MB")
-    assert told.findings["model"]["text"].endswith("the engine says which of them it keeps in fp8")
+    assert told.findings["model"]["text"].endswith("; the engine keeps up to 14 of them, 0.15 MB, in fp8")
     assert told.findings["memory"]["text"] == (
         "per GPU about 0.12 MB in the engine (in fp8 half of it), and at most 0.46 MB of staging (twice that in the "
         "first sync) where weights are not read in place; on the host no copy while the engine sleeps"

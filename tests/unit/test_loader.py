@@ -84,7 +84,13 @@ def test_any_other_request_is_refused_without_touching_the_model(
 
 
 def test_a_rank_that_cannot_come_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    loader.load(Model(), asked("@nobody"))
+    model, scale = Model(), torch.nn.Parameter(torch.tensor(-7.0), requires_grad=False)
+    model.attention = torch.nn.Module()
+    model.attention.k_scale, model.attention.k_scale_float = scale, 1.0
+    loader.load(model, asked("@nobody"))
+    assert scale == 1.0, (
+        "SGLang >= 0.5.21 reads it at the end of each load, and released memory comes back with anything"
+    )
     monkeypatch.setattr(protocol, "PROTOCOL_VERSION", -1)
     other = asked("@nobody")
     monkeypatch.undo()

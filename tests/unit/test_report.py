@@ -87,9 +87,7 @@ def test_a_long_sync_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys:
     assert reports.EVERY_SECONDS == 5.0
     monkeypatch.setattr(reports, "EVERY_SECONDS", 0.15)
     for speaks, seconds, loaded in ((True, 0.0, 0), (False, 0.4, 0), (True, 0.55, 1), (True, 0.55, 2)):
-        measured = report(
-            delivery="in place" if loaded == 2 else "", spans=[("plan", 0.0, 0.1), ("engine_load", 0.0, 0.1)]
-        )
+        measured = report(delivery="in place" * (loaded == 2), spans=[("plan", 0.0, 0.1), ("engine_load", 0.0, 0.1)])
         with pytest.raises(RuntimeError), progress(measured, speaks), measured.stage("connect"):
             time.sleep(seconds)
             raise RuntimeError
@@ -236,29 +234,25 @@ HOW_TO = f"env_vars.{REPORT_FILE_VARIABLE}="
 GOOD = json.dumps(line(0)).encode()
 
 
-@pytest.mark.parametrize(
-    ("content", "options", "said"),
-    [
-        (None, [], f"no such file or folder; .*{HOW_TO}"),
-        (b"\x00\xff\x93NUMPY", [], f"no sync reports in it; .*{HOW_TO}"),
-        (b'{"event": "another"}\n', [], "no sync reports in it"),
-        (b'\n{"event": "sync_report"}\n', [], "file:2: .* `origin`; remove that line, .*of an old version"),
-        *(
-            (GOOD + b"\n" + re.sub(*change, GOOD), [], f"file:2: {said}; remove that line")
-            for change, said in (
-                ((b'"rank": 0, ', b""), r"Object missing required field `rank` - at `\$.origin`"),
-                ((b'"device": "[^"]*"', b'"device": ""'), r".* - at `\$.origin.device`"),
-                ((b'"epoch": [^,]*', b'"epoch": "x"'), r"Expected `float`, got `str` - at `\$.origin.epoch`"),
-                ((b'"epoch": [^,]*', b'"epoch": 1e300'), r".* - at `\$.origin.epoch`"),
-                ((b'"spans": .*]', b'"spans": []'), r".* - at `\$.spans`"),
-            )
-        ),
-        (GOOD, ["--out", "{}/nowhere/page.html"], "name another place"),
-        (GOOD, ["--run", "2"], "use --run 1 to 1"),
-        (GOOD, [], "pip install matplotlib"),
-    ],
-    ids=lambda value: str(value)[-40:],
-)
+@pytest.mark.parametrize(("content", "options", "said"), [
+    (None, [], f"no such file or folder; .*{HOW_TO}"),
+    (b"\x00\xff\x93NUMPY", [], f"no sync reports in it; .*{HOW_TO}"),
+    (b'{"event": "another"}\n', [], "no sync reports in it"),
+    (b'\n{"event": "sync_report"}\n', [], "file:2: .* `origin`; remove that line, .*of an old version"),
+    *(
+        (GOOD + b"\n" + re.sub(*change, GOOD), [], f"file:2: {said}; remove that line")
+        for change, said in (
+            ((b'"rank": 0, ', b""), r"Object missing required field `rank` - at `\$.origin`"),
+            ((b'"device": "[^"]*"', b'"device": ""'), r".* - at `\$.origin.device`"),
+            ((b'"epoch": [^,]*', b'"epoch": "x"'), r"Expected `float`, got `str` - at `\$.origin.epoch`"),
+            ((b'"epoch": [^,]*', b'"epoch": 1e300'), r".* - at `\$.origin.epoch`"),
+            ((b'"spans": .*]', b'"spans": []'), r".* - at `\$.spans`"),
+        )
+    ),
+    (GOOD, ["--out", "{}/nowhere/page.html"], "name another place"),
+    (GOOD, ["--run", "2"], "use --run 1 to 1"),
+    (GOOD, [], "pip install matplotlib"),
+], ids=lambda value: str(value)[-40:])  # fmt: skip
 def test_what_cannot_be_done_is_one_line_with_a_remedy(
     content: bytes | None, options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

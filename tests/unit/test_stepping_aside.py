@@ -80,6 +80,8 @@ def test_stock_verl_moves_the_weights_and_one_line_says_so(
      (f"{MODEL}.lora.rank=8 with stock verl's trainer: verl's own", f"{MODEL}.lora_rank=8")),
     *((QWEN2, {}, (FP8, *overrides), (shown,)) for shown, *overrides in (
         (f"quantization='fp8' with {MODEL}.lora.merge=False and LoRA rank 8: ", f"{MODEL}.lora_rank=8"),
+        (f"{ARGUMENTS}.speculative_draft_model_path='/d' with {ROLLOUT}.quantization='fp8': SGLang would read",
+         *(f"+{ARGUMENTS}.speculative_{key}" for key in ("algorithm=EAGLE3", "draft_model_path=/d"))),
         ("quantization='int8': verl quantizes for SGLang to fp8 alone", f"{ROLLOUT}.quantization=int8"),
         (f"{ARGUMENTS}.json_model_override_args=", f"+{ARGUMENTS}.json_model_override_args='{{}}'"),
         ("vanilla_mbridge=True with LoRA rank 8: mbridge has no LoRA",

@@ -92,8 +92,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     node = check_node([word for word in arguments.overrides if word != "--"])
-    here = {"node": f"this machine ({os.uname().nodename})", "address": "", **node}
-    nodes, between = [here], []
+    nodes, between = [{"node": f"this machine ({os.uname().nodename})", "address": "", **node}], []
     if arguments.ray is not None:
         try:
             nodes += check_cluster(arguments.ray)

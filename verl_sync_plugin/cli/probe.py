@@ -238,14 +238,16 @@ def _sent(folder: str, config: Any) -> list[Finding]:
     sends = f"{len(plan.names)} tensors, {size_text(plan.nbytes)} as {rollout.dtype}, in buckets of {megabytes} MiB"
     quantization, merged = rollout.get("quantization", None), bool(lora_rank_of(model)) and not served
     if quantization:
-        sends += f"; in the first sync the engine says which of them it keeps in {quantization}"
+        ends = ("embed_tokens.weight", "lm_head.weight", ".gate.weight")  # the last is a router
+        entries = {each.name: each for bucket in plan.buckets for each in bucket.entries}.values()
+        matrices = [each.nbytes for each in entries if len(each.shape) == 2 and not each.name.endswith(ends)]
+        sends += f"; the engine keeps up to {len(matrices)} of them, {size_text(sum(matrices))}, in {quantization}"
 
     tp, pp = (int(rollout.get(f"{each}_model_parallel_size", 1) or 1) for each in ("tensor", "pipeline"))
     each, staging = size_text(plan.nbytes / (tp * pp)), size_text(2 * max(bucket.nbytes for bucket in plan.buckets))
-    takes = (
-        f"per GPU about {each} in the engine{' (in fp8 half of it)' * bool(quantization)}, and at most {staging} of "
-    )
-    takes += f"staging{' (twice that in the first sync)' * bool(quantization)} where weights are not read in place"
+    fp8 = bool(quantization)
+    takes = f"per GPU about {each} in the engine{' (in fp8 half of it)' * fp8}, and at most {staging} of staging"
+    takes += f"{' (twice that in the first sync)' * fp8} where weights are not read in place"
     takes += "; 224 MiB to merge the adapter" * merged
     if rollout.checkpoint_engine.get("backend", "naive") == "naive" and not served:
         engine: Any = rollout_of(rollout.name)

@@ -47,6 +47,7 @@ CHUNK_BYTES = 256 << 20  # of marks given to the model in one call; bounds the m
 SEED = 20_251
 POISON = 0xA5  # every byte, before the load of marks, of what it is to write and no tensor holds
 FP8 = torch.float8_e4m3fn
+UNQUANTIZED = "Remove actor_rollout_ref.rollout.quantization=fp8"
 # Clears the highest bit of every exponent, in bf16, fp16 and the upper half of fp32: no NaN or Inf of 16 or 32 bits
 FINITE = -0x4001
 MOST_RUNS = 1 << 14  # of one copy
@@ -133,7 +134,7 @@ def kept_in_fp8(model: EngineModel, sources: Sequence[Entry]) -> tuple[str, ...]
     dry = [replace(source, dtype=dtype_name(FP8)) if source.name in offered else source for source in sources]
     places = Places(model.module)
     try:
-        kept = {write.name for write in record(model, dry).writes if write.target.dtype == FP8}
+        kept = {write.name for write in record(model, dry, UNQUANTIZED).writes if write.target.dtype == FP8}
     finally:
         places.restore()
     return tuple(sorted(offered & kept))
@@ -161,10 +162,12 @@ class _Introduction:
         recording = record(model, list(self._entries.values()))
         known = [w for w in recording.writes if w.name or w.source is not None or storage_of(w.target) not in refreshed]
         recording.writes = known
-        into_fp8 = [each.name for each in known if each.name and each.target.dtype == FP8]
-        if bare := [name for name in into_fp8 if self._entries[name].dtype != dtype_name(FP8)]:
-            what = f"{model.engine}'s load of {model.name} puts {bare[0]} into fp8 without a scale"
-            raise ValueError(f"{what}. Remove actor_rollout_ref.rollout.quantization=fp8, or use another model.")
+        for name, into in ((each.name, each.target.dtype) for each in known if each.name):
+            scaled, sent = name + SCALE_SUFFIX in self._entries, self._entries[name].dtype
+            if (into == FP8 and sent != dtype_name(FP8)) or (into != FP8 and scaled):
+                how = "into fp8 without a scale" if into == FP8 else f"in fp8 into {dtype_name(into)}"
+                what = f"{model.engine}'s load of {model.name} puts {name} {how}"
+                raise ValueError(f"{what}. {UNQUANTIZED}, or use another model.")
         moved = {name for name, _ in before ^ _tensor_places(model.module)}
         self.places.restore()
         self._storages = Storages(model.module)

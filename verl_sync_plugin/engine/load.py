@@ -344,9 +344,7 @@ class _Where:
             )  # fmt: skip
         if left:
             last = read.source + (read.count - 1) * read.source_stride + read.width - 1
-            raise ValueError(
-                f"no trainer rank has said where {left} of bytes {read.source} to {last} of bucket {self._number} lie"
-            )
+            raise ValueError(f"no trainer rank gave {left} of bytes {read.source} to {last} of bucket {self._number}")
 
 
 def _rectangles(

@@ -18,6 +18,7 @@ from verl_sync_plugin.config.settings import TURN_OFF
 from verl_sync_plugin.engine.model import EngineModel
 from verl_sync_plugin.layout.tensors import Entry
 
+TO_TRAIN = f"To train this model, {TURN_OFF}"
 aten = torch.ops.aten
 # The results of these hold a tensor's values, and constants at most
 MOVES = (
@@ -221,7 +222,7 @@ class _Recorder(TorchDispatchMode):
         return True
 
 
-def record(model: EngineModel, sources: Sequence[Entry]) -> Recording:
+def record(model: EngineModel, sources: Sequence[Entry], remedy: str = TO_TRAIN) -> Recording:
     """One dry ``load_weights`` over all ``sources`` of a sync, in the order they will come; changes nothing in the
     model that a sync would keep. Raises ValueError where the load needs values, or keeps a tensor that it is given."""
     tensors = [(source.name, meta_of(source)) for source in sources]
@@ -231,10 +232,10 @@ def record(model: EngineModel, sources: Sequence[Entry]) -> Recording:
             model.load_weights(iter(tensors))
     except Exception as error:  # whatever a model's loader makes of meta tensors
         why = f"its load cannot be recorded: {type(error).__name__}: {error}"
-        raise ValueError(f"{model.engine}'s {model.name}: {why}. To train this model, {TURN_OFF}.") from error
+        raise ValueError(f"{model.engine}'s {model.name}: {why}. {remedy}.") from error
     if kept := _kept(model.module, recorder.names):
         why = f"its load keeps {kept} instead of copying it"
-        raise ValueError(f"{model.engine}'s {model.name}: {why}. To train this model, {TURN_OFF}.")
+        raise ValueError(f"{model.engine}'s {model.name}: {why}. {remedy}.")
     return recorder.recording
 
 

@@ -159,9 +159,7 @@ class OutlivingManager(CheckpointEngineManager):
     def update_weights(self, global_steps: int | None = None, **more: Any) -> Any:
         """Runs one sync, and again without replicas that have died; any other failure is raised."""
         if not self.replicas:
-            raise ValueError(
-                f"the separate rollout has no engine. Set {ROLLOUT}.nnodes and n_gpus_per_node to its GPUs."
-            )
+            raise ValueError(f"the separate rollout has no engine. Set {ROLLOUT}.nnodes and n_gpus_per_node.")
         say_unused("update_weights", more)
         self._drop_dead()
         while True:

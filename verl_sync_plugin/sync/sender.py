@@ -169,10 +169,8 @@ class BucketSender:
         channel.send(hello)
         ready = self._expect(Ready)
         if ready.needs_details:
-            found = hello.location_keys
-            channel.send(
-                replace(hello, locations=locations if found else (), manifest=None if found else Manifest.of(plan))
-            )
+            details = {"locations": locations} if hello.location_keys else {"manifest": Manifest.of(plan)}
+            channel.send(replace(hello, **details))
             ready = self._expect(Ready)
         return ready
 

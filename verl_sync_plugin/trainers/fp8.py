@@ -198,9 +198,7 @@ class QuantizingSource(ParameterSource):
         number, base = numbered
         views = [view for view in base.views if view.name in self._blocks]
         if 0 < len(views) < len(base.views):
-            raise ValueError(
-                f"{base.key!r} holds {views[0].name!r}, and the engine keeps only a part of it in fp8. {REMEDY}"
-            )
+            raise ValueError(f"{base.key!r} holds {views[0].name!r}, and the engine has a part of it in fp8. {REMEDY}")
         for view in views:
             if len(view.shape) != 2 or view.strides is not None:
                 raise ValueError(

@@ -299,8 +299,7 @@ class ParameterLocator:
             if count > 0:
                 region, first, ratio = places[part.base]
                 offset = segment_of(bucket, self._rank) * bucket.stride + part.offset
-                source = first + part.begin * base.itemsize * ratio
-                rows.append((offset, count * base.itemsize, region, source, ratio))
+                rows.append((offset, count * base.itemsize, region, first + part.begin * base.itemsize * ratio, ratio))
         return np.array(rows, dtype="<i8").reshape(-1, 5).tobytes()
 
 

@@ -112,9 +112,7 @@ def pack_adapter(settings: Mapping[str, Any], factors: dict[str, torch.Tensor]) 
 
 def prepare_local(spec: LocalSpec) -> LocalLaunch:
     if not spec.cuda and os.environ.get("VERL_PLATFORM", "").strip().lower() != "cpu":
-        raise ValueError(
-            "this process has no GPU: SGLang runs on a CPU with VERL_PLATFORM=cpu in the environment of torchrun."
-        )
+        raise ValueError("this process has no GPU: to run SGLang on a CPU, set VERL_PLATFORM=cpu for torchrun.")
     if spec.dtype not in DTYPES:
         raise ValueError(f"dtype={spec.dtype!r}: not a dtype of SGLang's weights. Use one of {', '.join(DTYPES)}.")
     architectures = list(spec.config.get("architectures") or [])

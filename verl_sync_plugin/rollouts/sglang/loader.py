@@ -24,7 +24,7 @@ import torch
 
 from verl_sync_plugin.engine.session import ReceiverSession
 from verl_sync_plugin.log import say
-from verl_sync_plugin.rollouts.sglang.model import SGLangModel
+from verl_sync_plugin.rollouts.sglang.model import SGLangModel, write_constants
 from verl_sync_plugin.rollouts.sglang.request import TOKEN_VARIABLE
 from verl_sync_plugin.room import no_collection
 from verl_sync_plugin.transport.channel import (
@@ -54,6 +54,7 @@ def load(model: torch.nn.Module, named_tensors: NamedTensors, forget: bool = Fal
         say(f"a weight update was refused: {error}")
         return
     try:
+        write_constants(model)  # whatever comes of the sync: SGLang >= 0.5.21 reads them after every load
         request = LoadRequest.from_wire(header)
         channel = connect(request.addresses[tensor_parallel_rank()], request.timeout_seconds)
     except Exception:

@@ -97,13 +97,7 @@ class SGLangModel(EngineModel):
 
     @property
     def constants(self) -> dict[str, float]:
-        """Scales of a KV cache: SGLang makes them parameters of every attention of a model in fp8."""
-        return {
-            f"{path}.{key}": 1.0
-            for path, module in self.module.named_modules()
-            for key in ("k_scale", "v_scale")
-            if key in module._parameters and hasattr(module, f"{key}_float")
-        }
+        return dict.fromkeys(cache_scales(self.module), 1.0)
 
     @property
     def can_derive(self) -> bool:
@@ -196,3 +190,19 @@ def _every_replica() -> Iterator[None]:
         yield
     finally:
         del locations.logical_to_all_physical
+
+
+def cache_scales(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Scales of a KV cache, by name: SGLang makes them parameters of every attention of a model in fp8."""
+    return {
+        f"{path}.{key}": parameter
+        for path, module in model.named_modules()
+        for key, parameter in module._parameters.items()
+        if key in ("k_scale", "v_scale") and parameter is not None and hasattr(module, f"{key}_float")
+    }
+
+
+@torch.no_grad()
+def write_constants(model: torch.nn.Module) -> None:
+    for scale in cache_scales(model).values():
+        scale.fill_(1.0)

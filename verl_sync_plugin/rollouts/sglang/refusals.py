@@ -35,9 +35,7 @@ def but(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value not in values
 
 
-UNSERVED = (
-    "weight sync cannot serve it. To run it, {remedy}"  # parameters are not the model's plain weights, or lie elsewhere
-)
+UNSERVED = "weight sync cannot serve it. To run it, {remedy}"  # no plain weights, or they lie elsewhere
 _OUTLIVES = "SGLang does not flush that cache, so what was computed with earlier weights outlives a sync. Remove it"
 _COPIES = "SGLang keeps copies of weights that no update reaches, not even stock verl's. Set it to False"
 _REORDERS = "weight sync cannot serve it: it reorders the experts. Set {where}.moe_runner_backend=triton, or {remedy}"
@@ -246,6 +244,9 @@ def refuse_quantization(rollout: Any, model: Any) -> None:
     if overrides := engine_arguments(rollout).get("json_model_override_args", None):
         why = "it replaces the fp8 settings that verl passes in it. Remove one of the two"
         raise ValueError(f"{ARGUMENTS}.json_model_override_args={overrides!r} with {key}: {why}.")
+    if draft := draft_of(engine_arguments(rollout)):
+        why = "SGLang would read the draft's weights as fp8, without scales. Remove one of the two"
+        raise ValueError(f"{ARGUMENTS}.{DRAFT}={draft!r} with {key}: {why}.")
     merge = section(model, "lora", f"{MODEL}.lora").get("merge", False)
     if (rank := lora_rank_of(model)) and not merge:
         why = "SGLang does not find the scales of fp8 base weights under an adapter that it serves"
@@ -315,9 +316,9 @@ def keeps_copy(architectures: Collection[str], arguments: Mapping[str, Any]) -> 
     """True if SGLang, with these arguments, keeps a host copy of its weights while it sleeps: where it is not known to
     do without for a model of these architectures, holds tables of experts next to it, or is asked for the copy."""
     asked = arguments.get("enable_weights_cpu_backup", False) or os.environ.get("SGLANG_CUTLASS_MOE")
-    # By these SGLang builds another class than the checkpoint names
-    asked = asked or os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE")
-    asked = asked or "architectures" in _parsed(arguments.get("json_model_override_args", None))
+    # With these SGLang builds another class than the checkpoint names
+    overrides = _parsed(arguments.get("json_model_override_args", None))
+    asked = asked or os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE") or "architectures" in overrides
     backends = {arguments.get(f"moe_{which}_backend", None) for which in ("runner", "a2a")}
     asked = asked or backends & {"cutlass", "flashinfer", "flashinfer_cutlass"}
     return bool(not architectures or {*architectures} - {*COVERED} or asked)

@@ -157,9 +157,7 @@ class BridgeReader:
             raise NotACopyError(f"parameter {task.global_param_name!r}: {refused[0]} ({type(mapping).__name__})")
         keys = {name: key for key, name in _names(mapping).items()}
         parts = slice(None) if gathered else slice(mapping.tp_rank, mapping.tp_rank + 1)
-        products = tuple(
-            _Product(keys.get(name), name, tuple(whole.shape), shares[name][parts]) for name, whole in wholes.items()
-        )
+        products = tuple(_Product(keys.get(n), n, tuple(w.shape), shares[n][parts]) for n, w in wholes.items())
         digest = hashlib.sha256(repr([product.shares for product in products]).encode()).hexdigest()[:16]
         return _Kind(bool(gathered), products, digest)
 
@@ -273,8 +271,7 @@ class CopyTrace(TorchDispatchMode):
         places, origins, position = list[np.ndarray](), list[np.ndarray](), 0
         for part in parts:
             if part.numel():
-                region = result.narrow(dim, position, part.shape[dim]) if part.dim() else result
-                rows, length = _addresses(region)
+                rows, length = _addresses(result.narrow(dim, position, part.shape[dim]) if part.dim() else result)
                 targets, origin = self._read(part)
                 cuts = np.union1d(targets, np.arange(0, part.numel(), length))
                 at = np.searchsorted(targets, cuts, "right") - 1

@@ -97,8 +97,7 @@ class Guard:
                 break
             except RuntimeError as error:
                 if store.check([f"{self._run}/failed"]):
-                    failed = store.get(f"{self._run}/failed").decode()
-                    raise RuntimeError(f"another rank failed, {failed}") from error
+                    raise RuntimeError(f"another rank failed, {store.get(f'{self._run}/failed').decode()}") from error
                 if time.monotonic() > deadline:
                     raise TimeoutError(
                         f"not all of ranks {ranks} reached {collective} (collective {count}) within {self._seconds:g} s"

@@ -213,13 +213,13 @@ class MegatronSource(Merging):
 
     def _factor(self, weight: AdaptedWeight, key: str, tensor: torch.Tensor) -> Shard:
         """This rank's part of a factor; parts are rows, so one after another they are the whole."""
-        each = tensor if weight.expert is None else tensor[weight.expert]
-        rows, columns = each.shape
+        rows, columns = tensor.shape[-2:]
+        home, first = self._offloaded.get(tensor.untyped_storage()._cdata), rows * columns * (weight.expert or 0)
         whole = weight.rank if key == weight.a else self._model.tensors[self._places[weight.name]].shape[0]
         size = whole // rows
         view = View(key, (rows * size, columns), 0, rows * size * columns)
         base = Base(key, dtype_name(tensor.dtype), tensor.dtype.itemsize, (rows * columns,) * size, (view,))
-        return Shard(base, partial(flat, each, self._offloaded.get(tensor.untyped_storage()._cdata)))
+        return Shard(base, lambda: flat(tensor, home)[first : first + rows * columns])
 
     def _shard(self, base: Base, name: str) -> Shard:
         """A base of which this rank sends its part of the parameter of that name."""
