@@ -34,7 +34,8 @@ def numbers(found: Any, path: str = "") -> Iterator[tuple[str, float]]:
 
 
 def seconds_in(result: Path) -> set[float]:
-    """Seconds that a result holds: single ones, and medians of all samples and of those after the first."""
+    """Seconds that a result stands for: medians and extremes of samples, with and without the first one, which counts
+    alone, too."""
     known = set[float]()
     for run in json.loads(result.read_text(encoding="utf-8"))["runs"]:
         groups = defaultdict[str, list[float]](list)
@@ -42,7 +43,8 @@ def seconds_in(result: Path) -> set[float]:
             if not NO_SECONDS.search(path):
                 groups[path].append(value)
         for group in groups.values():
-            known |= {*group, statistics.median(group), statistics.median(group[1:] or group)}
+            for some in (group, group[1:] or group):
+                known |= {some[0], statistics.median(some), min(some), max(some)}
     return known
 
 
