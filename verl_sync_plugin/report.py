@@ -47,7 +47,7 @@ class SyncReport:
 
     global_steps: int = -1  # verl's weight version, -1 when verl gave none
     manager: str = ""  # class name of the sharding manager that ran
-    delivery: str = ""  # the way of the base weights; empty when none travelled
+    delivery: str = ""  # of the base weights; empty when none travelled
     stages: dict[str, float] = field(default_factory=dict)  # seconds by name
     nbytes: int = 0  # of all buckets; an engine rank reads what it needs of them
     buckets: int = 0  # number of transfers

@@ -135,7 +135,7 @@ class Delivery(ABC):
 
     @abstractmethod
     def fall_back(self, error: DeliveryRefusedError) -> None:
-        """Has the next sync take another way."""
+        """Has the next sync take another delivery."""
 
     def _load(self, index: int, slot: int) -> None:
         if self._loads:

@@ -12,7 +12,7 @@
                                     <---  Ready(map)
     per bucket: Load(bucket, slot)  --->  loads, waits until its copies are done
                                     <---  Loaded(bucket) or Failed(text)
-    or, where parameters are read where they lie, Hello(live) instead of staging, lives instead of the manifest, and
+    or, in place, Hello(location_keys, and if needed locations), and
     Load(ALL)                       --->  the same with everything at once
     Commit                          --->  lets go of staging memory if asked for
                                     <---  Committed(sums, what is held if asked for) or Failed(text)
@@ -110,7 +110,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """Answers ``Hello``.
 
     Attributes:
-        refusal: why this engine rank cannot follow the chosen way; then nothing follows.
+        refusal: why this engine rank cannot follow the chosen delivery; then nothing follows.
         needs_details: say ``Hello`` once more, with the manifest or with what ``location`` names.
         map: what the model does with the tensors, if the trainer rank does not know it.
     """
