@@ -4,8 +4,8 @@
 What the engine ranks do with the tensors of a plan is said once, by their ``LoadMap``. From these follows, before
 anything is sent, that every byte is used and every parameter is written. In every sync the engine ranks hash what they
 read, part by part, and in a verified one also what then lies in their parameters. The hash is linear
-(``copies/plain.py``), so the trainer ranks multiply each part's hash: all bytes of a tensor then count equally often, and one
-sum over all ranks compares all copies of all bytes with what was packed.
+(``copies/plain.py``), so the trainer ranks multiply each part's hash: all bytes of a tensor then count equally often,
+and one sum over all ranks compares all copies of all bytes with what was packed.
 """
 
 from __future__ import annotations

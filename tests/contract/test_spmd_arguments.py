@@ -148,7 +148,7 @@ def test_what_does_not_fit_or_the_engine_cannot_do_is_every_ranks_error(tmp_path
         check(QWEN2, {}, "for AMD's GPUs")
     with pytest.MonkeyPatch.context() as patched:
         patched.delenv("VERL_PLATFORM")
-        check(QWEN2, {}, "VERL_PLATFORM=cpu in the environment")
+        check(QWEN2, {}, "set VERL_PLATFORM=cpu for torchrun")
 
 
 @on_ranks(2)
