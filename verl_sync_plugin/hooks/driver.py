@@ -184,7 +184,7 @@ def asked_for(rollout: Any, overrides: Sequence[str]) -> str:
     """The first key under ``rollout.custom.sync`` that the user gave (``enabled=True`` too), one by one or by
     ``+sync=...``, with its value; empty when nobody counts on the plugin."""
     for override in overrides if sync_config_of(rollout).enabled else ():
-        if override.lstrip("+~").startswith((KEY_PREFIX, "sync=colocated", "sync=separate")):
+        if override.lstrip("+~").startswith((f"{KEY_PREFIX}.", f"{KEY_PREFIX}=", "sync=colocated", "sync=separate")):
             return override.lstrip("~")
     return next(iter(changed(rollout)), "")
 

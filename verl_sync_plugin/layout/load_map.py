@@ -51,7 +51,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
 
     @property
     def run_count(self) -> int:
-        """How many ``Run`` it makes; each covers at most two dimensions."""
+        """Number of ``Run`` it makes; each covers at most two dimensions."""
         return math.prod(size for size, _, _ in (self.dims[:-1] if self.width > 1 else self.dims)[:-1])
 
     def runs(self, size: int) -> list[Run]:

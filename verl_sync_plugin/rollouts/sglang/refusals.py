@@ -214,7 +214,7 @@ def refuse_checkpoint(path: str, key: str = "", overrides: Any = None, rollout: 
         config = _parsed((Path(path).expanduser() / "config.json").read_bytes())
     overrides = overrides or {}
     changed = _parsed(engine_arguments(rollout or {}).get("json_model_override_args", None))
-    refuse_family(path, {**config, **{key: changed[key] for key in ("architectures",) if key in changed}}, rollout)
+    refuse_family(path, {**config, "architectures": changed.get("architectures", config.get("architectures"))}, rollout)
     ours, theirs = _layers(config, overrides.get("model_config", overrides)), _layers(config, changed)
     if config and ours != theirs:
         keys = key, f"{ARGUMENTS}.json_model_override_args"
